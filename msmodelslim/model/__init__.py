@@ -1,0 +1,1 @@
+"""Model families: how a checkpoint becomes modules, one decoder layer at a time. One family a file."""

@@ -1,0 +1,31 @@
+"""What a decoder layer is made of, described once a family and read by every algorithm.
+
+All names are relative to the layer ("self_attn.q_proj"), so one description holds for every layer of its kind.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class LayerStructure:
+    """The parts of one decoder layer.
+
+    Args:
+        norm_linears: norm → the linears that read its output, all of them.
+        ov: (v, o): the value projection and the output projection that mixes the heads' values.
+        up_down: (up, down): a linear whose output reaches `down` through products only.
+        fused: linears that engines fuse into one: same scheme, same activation scale.
+        row_parallel: linears that engines split along their input; every other one along its output.
+        heads: query heads.
+        kv_heads: key-value heads.
+        head_width: channels of one head.
+    """
+
+    norm_linears: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    ov: tuple[tuple[str, str], ...] = ()
+    up_down: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, ...], ...] = ()
+    row_parallel: frozenset[str] = field(default_factory=frozenset)
+    heads: int = 0
+    kv_heads: int = 0
+    head_width: int = 0

@@ -1,0 +1,1 @@
+"""Algorithms, one a file, named as in recipes."""

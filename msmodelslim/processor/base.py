@@ -1,0 +1,127 @@
+"""What every step of a recipe is: hooks that a runner calls, layer by layer, in the recipe's order.
+
+A run calls, for each processor: `pre_run` once; for each layer `preprocess`, then `process` (the calibration forward,
+unless the processor is data free), then `postprocess`; `post_run` once. Before any weight is read, `rehearse` is called
+for each layer on meta tensors: it makes the same change of structure as the run will and refuses what cannot work.
+"""
+
+from abc import ABC
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
+
+
+@dataclass
+class BatchProcessRequest:
+    """One layer, with the arguments of every sample this rank calibrates on.
+
+    Args:
+        name: full module path of the layer ("model.layers.3").
+        module: the layer itself.
+        datas: (args, kwargs) a sample; None when no processor of the run needs data.
+        outputs: what the layer returned, a sample; set by `process`.
+        sample_ids: global index of each sample in `datas`.
+    """
+
+    name: str
+    module: nn.Module
+    datas: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+    outputs: list[Any] | None = None
+    sample_ids: Sequence[int] = ()
+
+
+@dataclass
+class RunRecord:
+    """What processors and savers tell the report; every entry is plain data.
+
+    Args:
+        modules: full module name → {"scheme", "processor", "weight_error"...}.
+        patterns: one entry a pattern: {"processor", "list" ("include"/"exclude"), "pattern", "matches"}.
+        fallbacks: one entry an exception to the recipe: {"module", "what", "why"}.
+        warnings: sentences for the closing summary.
+        layers: one entry a layer: {"name", "seconds" {phase: s}, "peak_memory_mib", "weight_error", "output_error", ...}.
+    """
+
+    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    patterns: list[dict[str, Any]] = field(default_factory=list)
+    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class RunContext:
+    """What a processor may know of its run, besides the model.
+
+    Args:
+        adapter: the model family, opened on the source checkpoint.
+        model: the module tree; layers not yet reached are on `meta`.
+        device: where layers are computed.
+        record: what ends up in the report.
+        seed: random numbers come from (seed, module name), never from global state.
+    """
+
+    adapter: ModelSlimPipelineInterfaceV1
+    model: nn.Module
+    device: torch.device
+    record: RunRecord
+    seed: int = 42
+
+
+class BaseSessionProcessor(ABC):
+    """One step of a recipe. Its frozen nested `Config` is the step's recipe schema."""
+
+    kind: ClassVar[str] = "processor"
+    registered_name: ClassVar[str]
+
+    class Config(BaseModel, frozen=True, extra="forbid"):
+        """No options."""
+
+    def __init__(self, config: Any, context: RunContext) -> None:
+        self.config = config
+        self.context = context
+
+    def pre_run(self) -> None:
+        """Once, before the first layer."""
+
+    def rehearse(self, request: BatchProcessRequest) -> None:
+        """The change of structure this processor makes to the layer, on meta tensors; raise what cannot work."""
+
+    def preprocess(self, request: BatchProcessRequest) -> None:
+        """Before the calibration forward: change structure first, then install observers, then a `DistHelper`."""
+
+    def process(self, request: BatchProcessRequest) -> None:
+        """The calibration forward: each sample alone, in order."""
+        if request.datas is not None:
+            request.outputs = [request.module(*args, **kwargs) for args, kwargs in request.datas]
+
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        """After the forward: agree on statistics, compute parameters, put the final modules in place."""
+
+    def post_run(self) -> None:
+        """Once, after the last layer."""
+
+    def abort(self) -> None:
+        """The run failed: give back what outlives it (files, hooks). Called at most once, instead of `post_run`."""
+
+    def is_data_free(self) -> bool:
+        """True when no calibration forward is needed."""
+        return False
+
+    def shares_forward(self) -> bool:
+        """True when `postprocess` leaves alone what a later processor would observe, so both may use one forward."""
+        return False
+
+    def need_kv_cache(self) -> bool:
+        """True when the forward must run with its key-value cache."""
+        return False
+
+    def support_distributed(self) -> bool:
+        """True when the processor gives the same result on any number of ranks."""
+        return False
