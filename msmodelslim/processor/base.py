@@ -6,7 +6,7 @@ for each layer on meta tensors: it makes the same change of structure as the run
 """
 
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -27,6 +27,8 @@ class BatchProcessRequest:
         datas: (args, kwargs) a sample; None when no processor of the run needs data.
         outputs: what the layer returned, a sample; set by `process`.
         sample_ids: global index of each sample in `datas`.
+        sample_id: global index of the sample being forwarded; -1 outside a forward.
+        on_sample: told (samples done, samples in all) while a forward goes on.
     """
 
     name: str
@@ -34,6 +36,8 @@ class BatchProcessRequest:
     datas: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     outputs: list[Any] | None = None
     sample_ids: Sequence[int] = ()
+    sample_id: int = -1
+    on_sample: Callable[[int, int], None] = field(default=lambda done, total: None, repr=False)
 
 
 @dataclass
@@ -79,6 +83,8 @@ class BaseSessionProcessor(ABC):
 
     kind: ClassVar[str] = "processor"
     registered_name: ClassVar[str]
+    #: option of `Config` whose items are steps themselves, as in `group`; empty for none
+    nested_field: ClassVar[str] = ""
 
     class Config(BaseModel, frozen=True, extra="forbid"):
         """No options."""
@@ -98,8 +104,14 @@ class BaseSessionProcessor(ABC):
 
     def process(self, request: BatchProcessRequest) -> None:
         """The calibration forward: each sample alone, in order."""
-        if request.datas is not None:
-            request.outputs = [request.module(*args, **kwargs) for args, kwargs in request.datas]
+        if request.datas is None:
+            return
+        request.outputs = []
+        for sample_id, (args, kwargs) in zip(request.sample_ids, request.datas, strict=True):
+            request.sample_id = sample_id
+            request.outputs.append(request.module(*args, **kwargs))
+            request.on_sample(len(request.outputs), len(request.datas))
+        request.sample_id = -1
 
     def postprocess(self, request: BatchProcessRequest) -> None:
         """After the forward: agree on statistics, compute parameters, put the final modules in place."""
