@@ -5,7 +5,6 @@ unless the processor is data free), then `postprocess`; `post_run` once. Before 
 for each layer on meta tensors: it makes the same change of structure as the run will and refuses what cannot work.
 """
 
-from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -49,7 +48,7 @@ class RunRecord:
         patterns: one entry a pattern: {"processor", "list" ("include"/"exclude"), "pattern", "matches"}.
         fallbacks: one entry an exception to the recipe: {"module", "what", "why"}.
         warnings: sentences for the closing summary.
-        layers: one entry a layer: {"name", "seconds" {phase: s}, "peak_memory_mib", "weight_error", "output_error", ...}.
+        layers: one entry a layer: {"name", "seconds", "memory_mib" (both a phase), "weight_error", "output_error", ...}.
     """
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class RunContext:
     seed: int = 42
 
 
-class BaseSessionProcessor(ABC):
+class BaseSessionProcessor:
     """One step of a recipe. Its frozen nested `Config` is the step's recipe schema."""
 
     kind: ClassVar[str] = "processor"

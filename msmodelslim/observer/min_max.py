@@ -1,0 +1,91 @@
+"""The range of what flows into a linear over all calibration samples (`minmax`).
+
+Extrema do not depend on the order in which samples come, so shares of the samples on several ranks give the exact range
+of all of them. Linears that are handed the same tensor (q, k and v; gate and up) share one measurement.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+NO_SAMPLE = torch.iinfo(torch.int64).max
+
+
+@dataclass
+class InputRange:
+    """Range of one linear's input so far; the fields are 0-dimensional tensors on the linear's device.
+
+    Args:
+        minimum: smallest value, float32; +inf before any sample.
+        maximum: largest value, float32; -inf before any sample.
+        first_bad: global index of the first sample with a non-finite value; `NO_SAMPLE` when there is none.
+        per_sample: sample index → [minimum, maximum]; kept only when asked for.
+    """
+
+    minimum: Tensor
+    maximum: Tensor
+    first_bad: Tensor
+    per_sample: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "InputRange":
+        """The identity: merging it changes nothing."""
+        inf = torch.tensor(torch.inf, device=device)
+        return cls(inf, -inf, torch.tensor(NO_SAMPLE, device=device))
+
+    def add(self, low: Tensor, high: Tensor, sample_id: int, keep: bool) -> None:
+        """Take in the range of one call."""
+        self.minimum = torch.minimum(self.minimum, low)
+        self.maximum = torch.maximum(self.maximum, high)
+        bad = torch.where(torch.isfinite(low) & torch.isfinite(high), NO_SAMPLE, sample_id)
+        self.first_bad = torch.minimum(self.first_bad, bad)
+        if keep:
+            both = torch.stack((low, high))
+            seen = self.per_sample.get(sample_id)
+            if seen is not None:
+                both = torch.stack((torch.minimum(seen[0], low), torch.maximum(seen[1], high)))
+            self.per_sample[sample_id] = both
+
+
+class MinMaxObserver:
+    """Watches the inputs of linears during a forward; only accumulates, never communicates.
+
+    Args:
+        sample_id: says which sample is being forwarded.
+        keep_samples: keep each sample's own range as well, for means over samples.
+    """
+
+    def __init__(self, sample_id: Callable[[], int], keep_samples: bool = False) -> None:
+        self.ranges: dict[str, InputRange] = {}
+        self._sample_id = sample_id
+        self._keep_samples = keep_samples
+        self._handles: list[RemovableHandle] = []
+        self._last: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
+
+    def watch(self, name: str, module: nn.Module, device: torch.device) -> None:
+        """Measure the first positional argument of every call of `module` under `name`."""
+        self.ranges[name] = InputRange.empty(device)
+
+        def measure(_: nn.Module, args: tuple[Any, ...]) -> None:
+            if args[0].numel():  # an expert that this sample does not reach is handed an empty tensor
+                low, high = self._extrema(args[0])
+                self.ranges[name].add(low, high, self._sample_id(), self._keep_samples)
+
+        self._handles.append(module.register_forward_pre_hook(measure))
+
+    def close(self) -> None:
+        """Take the hooks away and forget the last tensor."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._last = None
+
+    def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._last is None or self._last[0] is not x or self._last[1] != x._version:
+            low, high = torch.aminmax(x)
+            self._last = (x, x._version, (low.float(), high.float()))
+        return self._last[2]

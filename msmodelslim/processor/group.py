@@ -1,0 +1,63 @@
+"""Several steps that share one calibration forward: different schemes for different modules of the same layer."""
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
+from msmodelslim.registry import lookup, register
+
+
+@register("group")
+class GroupProcessor(BaseSessionProcessor):
+    """All children observe the same forward; then each finishes in the order of the list."""
+
+    nested_field: ClassVar[str] = "configs"
+
+    class Config(BaseModel, frozen=True, extra="forbid"):
+        configs: tuple[Any, ...] = Field(min_length=1, description="steps, as in spec.process")
+
+    def __init__(self, config: "GroupProcessor.Config", context: RunContext) -> None:
+        super().__init__(config, context)
+        self._children = [lookup("processor", step.type)(step.config, context) for step in config.configs]
+
+    @property
+    def children(self) -> list[BaseSessionProcessor]:
+        """The steps of the group, in order."""
+        return self._children
+
+    def pre_run(self) -> None:
+        for child in self._children:
+            child.pre_run()
+
+    def rehearse(self, request: BatchProcessRequest) -> None:
+        for child in self._children:
+            child.rehearse(request)
+
+    def preprocess(self, request: BatchProcessRequest) -> None:
+        for child in self._children:
+            child.preprocess(request)
+
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        for child in self._children:
+            child.postprocess(request)
+
+    def post_run(self) -> None:
+        for child in self._children:
+            child.post_run()
+
+    def abort(self) -> None:
+        for child in self._children:
+            child.abort()
+
+    def is_data_free(self) -> bool:
+        return all(child.is_data_free() for child in self._children)
+
+    def shares_forward(self) -> bool:
+        return all(child.shares_forward() for child in self._children)
+
+    def need_kv_cache(self) -> bool:
+        return any(child.need_kv_cache() for child in self._children)
+
+    def support_distributed(self) -> bool:
+        return all(child.support_distributed() for child in self._children)

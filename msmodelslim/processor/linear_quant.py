@@ -1,0 +1,289 @@
+"""Round the linears of a decoder layer, and calibrate the range of their inputs where the scheme is static.
+
+Letters: O output rows, I input columns.
+"""
+
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, Field, model_validator
+from torch import Tensor, nn
+
+from msmodelslim.errors import InvalidModelError, UnsupportedError
+from msmodelslim.ir.quant_linear import QuantLinear
+from msmodelslim.ir.quantize import WeightCodes, act_qparam, dequantize_weight, quantize_weight, refuse_shape
+from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme, QDType, QScheme, QScope
+from msmodelslim.observer.min_max import NO_SAMPLE, InputRange, MinMaxObserver
+from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
+from msmodelslim.processor.patterns import Pattern, Selection
+from msmodelslim.registry import register
+
+FP8_BLOCK = (128, 128)
+_ERROR_CHUNK = 1 << 22  # elements whose rounding error is measured at a time
+
+
+class Act(NamedTuple):
+    """Activation half of a supported pair; `sym` holds the symmetries that may be asked for."""
+
+    dtype: QDType
+    scope: QScope
+    sym: tuple[bool, ...] = (True,)
+
+
+class Weight(NamedTuple):
+    """Weight half of a supported pair."""
+
+    dtype: QDType
+    scopes: tuple[QScope, ...]
+    sym: tuple[bool, ...] = (True,)
+    two_level: bool = False
+
+
+_ANY = (True, False)
+_CHANNEL, _GROUP, _BLOCK = QScope.PER_CHANNEL, QScope.PER_GROUP, QScope.PER_BLOCK
+_TENSOR, _TOKEN, _MIX = QScope.PER_TENSOR, QScope.PER_TOKEN, QScope.PD_MIX
+_NO_ACT = Act(QDType.FLOAT, _TENSOR, _ANY)
+
+#: Every pair that can be deployed; what is not here is refused when the recipe is read.
+PAIRS: tuple[tuple[Act, Weight], ...] = (
+    (_NO_ACT, Weight(QDType.INT8, (_CHANNEL, _GROUP), _ANY)),  # W8A16
+    (_NO_ACT, Weight(QDType.INT4, (_CHANNEL, _GROUP), _ANY)),  # W4A16
+    (_NO_ACT, Weight(QDType.MXFP8, (_BLOCK,))),
+    (_NO_ACT, Weight(QDType.MXFP4, (_BLOCK,))),
+    (Act(QDType.INT8, _TENSOR, _ANY), Weight(QDType.INT8, (_CHANNEL,))),  # W8A8 static
+    (Act(QDType.INT8, _TOKEN, _ANY), Weight(QDType.INT8, (_CHANNEL,))),  # W8A8 dynamic
+    (Act(QDType.INT8, _TOKEN), Weight(QDType.INT8, (_GROUP,), _ANY)),
+    (Act(QDType.INT8, _TOKEN, _ANY), Weight(QDType.INT4, (_CHANNEL, _GROUP))),  # W4A8
+    (Act(QDType.INT8, _TOKEN), Weight(QDType.INT4, (_GROUP,), (False,), two_level=True)),
+    (Act(QDType.INT4, _TOKEN), Weight(QDType.INT4, (_CHANNEL, _GROUP), _ANY)),  # W4A4
+    (Act(QDType.INT8, _MIX, (False,)), Weight(QDType.INT8, (_CHANNEL,))),  # prefill dynamic, decode static
+    (Act(QDType.FP8_E4M3, _TOKEN), Weight(QDType.FP8_E4M3, (_CHANNEL,))),
+    (Act(QDType.FP8_E4M3, _TENSOR), Weight(QDType.FP8_E4M3, (_CHANNEL, _TENSOR))),
+    (Act(QDType.FP8_E4M3, _BLOCK), Weight(QDType.FP8_E4M3, (_BLOCK,))),  # 128 features a token, 128x128 weights
+    (Act(QDType.MXFP8, _BLOCK), Weight(QDType.MXFP8, (_BLOCK,))),
+    (Act(QDType.MXFP8, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
+    (Act(QDType.MXFP4, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
+)
+
+
+class ActExt(BaseModel, frozen=True, extra="forbid"):
+    aggregation_type: Literal["max", "mean"] = Field(
+        "max", description="static range: extrema of all samples, or the mean of the samples' extrema"
+    )
+
+
+class WeightExt(BaseModel, frozen=True, extra="forbid"):
+    group_size: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="columns that share a scale; per_group only, 128 when left out"
+    )
+    two_level: bool = Field(False, description="int4 groups with integer scales inside int8 channels")
+
+
+class ActConfig(BaseModel, frozen=True, extra="forbid"):
+    dtype: QDType = Field(QDType.FLOAT, description="number type of the input's codes; float leaves it alone")
+    scope: QScope = Field(QScope.PER_TENSOR, description="what shares a scale; per_tensor and pd_mix are calibrated")
+    symmetric: bool = Field(True, description="no offset")
+    method: Literal["none", "minmax"] = Field("none", description="how the range is found; none only for float")
+    ext: ActExt = ActExt()
+
+    def scheme(self) -> QScheme:
+        """The scheme these words mean."""
+        if self.dtype is QDType.FLOAT:
+            return QScheme()
+        block = (1, FP8_BLOCK[1]) if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
+        group = MX_BLOCK if self.dtype in (QDType.MXFP8, QDType.MXFP4) else 0
+        return QScheme(self.dtype, self.scope, self.symmetric, group_size=group, block=block)
+
+
+class WeightConfig(BaseModel, frozen=True, extra="forbid"):
+    dtype: QDType = Field(description="number type of the codes")
+    scope: QScope = Field(description="which elements share a scale")
+    symmetric: bool = Field(True, description="no offset")
+    method: Literal["minmax"] = Field("minmax", description="how the scale is chosen")
+    ext: WeightExt = WeightExt()
+
+    def scheme(self) -> QScheme:
+        """The scheme these words mean."""
+        group = 0
+        if self.scope is QScope.PER_GROUP:
+            group = self.ext.group_size or 128
+        elif self.dtype in (QDType.MXFP8, QDType.MXFP4):
+            group = MX_BLOCK
+        block = FP8_BLOCK if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
+        return QScheme(self.dtype, self.scope, self.symmetric, group, block, self.ext.two_level)
+
+
+class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
+    act: ActConfig = ActConfig()
+    weight: WeightConfig
+
+    @model_validator(mode="after")
+    def _is_a_pair(self) -> "LinearQConfig":
+        act, weight = self.act, self.weight
+        if (act.dtype is QDType.FLOAT) != (act.method == "none"):
+            raise ValueError(
+                f"act.method is {act.method} with act.dtype {act.dtype}; float goes with none, all else with minmax"
+            )
+        if weight.ext.group_size and weight.scope is not QScope.PER_GROUP:
+            raise ValueError(
+                f"weight.ext.group_size is for per_group; take it away or write scope: per_group, not {weight.scope}"
+            )
+        fits = any(
+            (act.dtype, act.scope) == (a.dtype, a.scope)
+            and act.symmetric in a.sym
+            and weight.dtype is w.dtype
+            and weight.scope in w.scopes
+            and weight.symmetric in w.sym
+            and weight.ext.two_level == w.two_level
+            for a, w in PAIRS
+        )
+        if not fits and not (act.dtype is QDType.FLOAT and act.scope is not QScope.PER_TENSOR):
+            raise ValueError(f"{self.scheme()} is no supported pair; {_offer(weight.dtype)}")
+        if not fits:
+            raise ValueError(f"act.scope is {act.scope} for a float input; write per_tensor or leave act out")
+        return self
+
+    def scheme(self) -> LinearScheme:
+        """Weight and input schemes as one value."""
+        return LinearScheme(self.weight.scheme(), self.act.scheme())
+
+
+def _offer(dtype: QDType) -> str:
+    """The pairs for weights of this number type, in words."""
+    words = [
+        f"weight {'|'.join(w.scopes)}{' two_level' if w.two_level else ''} {_symmetry(w.sym)} with act "
+        + ("float" if a.dtype is QDType.FLOAT else f"{a.dtype} {a.scope} {_symmetry(a.sym)}")
+        for a, w in PAIRS
+        if w.dtype is dtype
+    ]
+    return f"{dtype} weights go with: " + "; ".join(words) if words else "a weight dtype of float quantizes nothing"
+
+
+def _symmetry(allowed: tuple[bool, ...]) -> str:
+    return "|".join("sym" if symmetric else "asym" for symmetric in allowed)
+
+
+@register("linear_quant")
+class LinearQuantProcessor(BaseSessionProcessor):
+    """Puts a `QuantLinear` in place of every selected `nn.Linear` of a layer.
+
+    Linears of one layer that two steps select are refused, unless the later step says `override`: then the earlier
+    step keeps them.
+    """
+
+    class Config(BaseModel, frozen=True, extra="forbid"):
+        qconfig: LinearQConfig = Field(description="schemes of the input (act) and of the weight")
+        include: tuple[Pattern, ...] = Field(("*",), min_length=1, description="modules to quantize")
+        exclude: tuple[Pattern, ...] = Field((), description="modules to leave alone; wins over include")
+        override: bool = Field(False, description="leave linears of an earlier step to it, instead of refusing")
+
+    def __init__(self, config: "LinearQuantProcessor.Config", context: RunContext) -> None:
+        super().__init__(config, context)
+        self._scheme = config.qconfig.scheme()
+        self._selection = Selection(config.include, config.exclude)
+        self._linears: dict[str, nn.Linear] = {}
+        self._observer: MinMaxObserver | None = None
+
+    def is_data_free(self) -> bool:
+        return not self._scheme.act.is_static
+
+    def shares_forward(self) -> bool:
+        return True  # two steps never touch the same linear, and rounding one does not change what the other sees
+
+    def support_distributed(self) -> bool:
+        return True  # extrema are exact in any order, and weights need no data
+
+    def rehearse(self, request: BatchProcessRequest) -> None:
+        for name, module in list(request.module.named_modules(prefix=request.name)):
+            if isinstance(module, (nn.Linear, QuantLinear)):
+                self._selection.count(name)
+            if not self._selection.selects(name):
+                continue
+            if isinstance(module, QuantLinear) and not self.config.override:
+                raise UnsupportedError(
+                    f"{name}: two linear_quant steps select it ({module.scheme}, then {self._scheme})",
+                    "exclude it from one of them, or write override: true in the later one",
+                )
+            if isinstance(module, nn.Linear):
+                refuse_shape(self._scheme, module.out_features, module.in_features, name)
+                bias = None if module.bias is None else module.bias.dtype
+                quantized = QuantLinear.on_meta(self._scheme, module.out_features, module.in_features, bias)
+                _replace(request, name, quantized)
+
+    def pre_run(self) -> None:
+        self.context.record.patterns += self._selection.as_records(self.registered_name)
+
+    def preprocess(self, request: BatchProcessRequest) -> None:
+        self._linears = {
+            name: module
+            for name, module in request.module.named_modules(prefix=request.name)
+            if isinstance(module, nn.Linear) and self._selection.selects(name)
+        }
+        if self._scheme.act.is_static:
+            keep = self.config.qconfig.act.ext.aggregation_type == "mean"
+            self._observer = MinMaxObserver(lambda: request.sample_id, keep)
+            for name, linear in self._linears.items():
+                self._observer.watch(name, linear, linear.weight.device)
+
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        ranges: dict[str, InputRange] = {}
+        if self._observer is not None:
+            self._observer.close()
+            ranges = self._observer.ranges
+        for name in list(self._linears):
+            _replace(request, name, self._quantize(name, self._linears.pop(name), ranges.get(name)))
+        self._observer = None
+
+    def abort(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+        self._linears.clear()
+
+    def _quantize(self, name: str, linear: nn.Linear, seen: InputRange | None) -> QuantLinear:
+        scale_dtype = self.context.adapter.dtype
+        codes = quantize_weight(linear.weight, self._scheme.weight, scale_dtype=scale_dtype, name=name)
+        act_scale = act_offset = None
+        if seen is not None:
+            low, high = self._range(name, seen)
+            act_scale, act_offset = act_qparam(low, high, self._scheme.act, scale_dtype=scale_dtype)
+        self.context.record.modules[name] = {
+            "scheme": str(self._scheme),
+            "processor": self.registered_name,
+            "weight_error": weight_error(linear.weight, codes, self._scheme.weight),
+        }
+        return QuantLinear(self._scheme, codes, bias=linear.bias, act_scale=act_scale, act_offset=act_offset)
+
+    def _range(self, name: str, seen: InputRange) -> tuple[Tensor, Tensor]:
+        if int(seen.first_bad) != NO_SAMPLE:
+            raise InvalidModelError(
+                f"{name}: its input is not finite in calibration sample {int(seen.first_bad)}",
+                "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
+            )
+        if not torch.isfinite(seen.minimum):
+            raise UnsupportedError(
+                f"{name}: no calibration sample reached it, so its static activation scale is undefined",
+                "give more samples, exclude it, or choose a dynamic scheme (act scope per_token)",
+            )
+        if self.config.qconfig.act.ext.aggregation_type == "max":
+            return seen.minimum, seen.maximum
+        pairs = torch.stack([seen.per_sample[key] for key in sorted(seen.per_sample)]).double()
+        low, high = pairs.mean(dim=0)
+        return low.float(), high.float()
+
+
+def weight_error(weight_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> float:
+    """‖W − Ŵ‖ / ‖W‖ in float64 sums, a few rows at a time; 0 for an all-zero weight."""
+    rows = max(1, _ERROR_CHUNK // weight_OI.shape[1]) // FP8_BLOCK[0] * FP8_BLOCK[0] or FP8_BLOCK[0]
+    lost = total = 0.0
+    for start in range(0, weight_OI.shape[0], rows):
+        part_OI = weight_OI[start : start + rows].float()
+        lost += float(
+            (part_OI - dequantize_weight(codes.rows(start, start + rows), scheme)).square_().sum(dtype=torch.float64)
+        )
+        total += float(part_OI.square_().sum(dtype=torch.float64))
+    return (lost / total) ** 0.5 if total else 0.0
+
+
+def _replace(request: BatchProcessRequest, name: str, module: nn.Module) -> None:
+    """Put `module` where the layer holds `name` (a full path; the layer itself is never a linear)."""
+    request.module.set_submodule(name.removeprefix(request.name + "."), module)

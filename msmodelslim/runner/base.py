@@ -1,0 +1,223 @@
+"""The schedule that all runners share: every step of the recipe on every layer, in order.
+
+Layers come from the adapter one after the other. Steps that leave alone what the next one observes share one forward.
+The inputs of the next layer are the outputs of the layer's last forward, so an earlier step's error propagates while
+the rounding of the last observing step does not. A sample is always forwarded alone: results do not depend on who else
+is in the batch, and thus not on the number of ranks.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from msmodelslim import device as devices
+from msmodelslim.errors import InvalidModelError
+from msmodelslim.model.base import ProcessRequest
+from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
+from msmodelslim.runner.progress import LayerProgress
+
+log = logging.getLogger(__name__)
+
+Flow = Generator[ProcessRequest, Any, None]
+
+
+class BaseRunner(ABC):
+    """Drives processors over the layers of one model.
+
+    Args:
+        context: the model family, the device, the record.
+        processors: steps in recipe order, savers last.
+        samples: keyword arguments of the model, one dict a calibration sample of this rank.
+        sample_ids: global index of each of them.
+        shown: False on ranks that do not speak for the job.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        processors: Sequence[BaseSessionProcessor],
+        samples: Sequence[dict[str, Any]] = (),
+        sample_ids: Sequence[int] = (),
+        shown: bool = True,
+    ) -> None:
+        self._context = context
+        self._processors = list(processors)
+        self._samples = list(samples)
+        self._sample_ids = list(sample_ids)
+        self._shown = shown
+        self._entry: dict[str, Any] = {}
+
+    @abstractmethod
+    def _before_layers(self, model: nn.Module) -> None:
+        """Prepare the model before the first layer."""
+
+    @abstractmethod
+    def _after_layer(self, request: BatchProcessRequest) -> None:
+        """A layer is finished."""
+
+    def rehearse(self) -> None:
+        """Every step's change of structure, on meta tensors: what cannot work is refused before a weight is read."""
+        model = self._context.model
+        for name in self._context.adapter.layer_names:
+            request = BatchProcessRequest(name, model.get_submodule(name))
+            for processor in self._processors:
+                with _place(name, processor, "rehearse"):
+                    processor.rehearse(request)
+
+    def run(self) -> None:
+        """All layers, then `post_run` of every step; on failure `abort` of every step, and the error goes on."""
+        try:
+            with torch.no_grad():
+                self._run()
+        except BaseException:
+            for processor in self._processors:
+                processor.abort()
+            raise
+
+    def _run(self) -> None:
+        model, adapter, device = self._context.model, self._context.adapter, self._context.device
+        adapter.enable_kv_cache(model, any(p.need_kv_cache() for p in self._processors))
+        for processor in self._processors:
+            with _place("the whole model", processor, "pre_run"):
+                processor.pre_run()
+        self._before_layers(model)
+        segments = share_forwards(self._processors)
+        needs_data = any(needs_forward(segment) for segment in segments)
+        flows: list[Flow] = []
+        if needs_data:
+            flows = [adapter.generate_model_forward(model, sample, device) for sample in self._samples]
+        outputs: list[Any] | None = None
+        visit = adapter.generate_model_visit(model, device)
+        try:
+            with LayerProgress("quantize", len(adapter.layer_names), self._shown) as progress:
+                for name in adapter.layer_names:
+                    self._entry = {"name": name, "seconds": {}, "memory_mib": {}, "forwards": 0}
+                    with self._phase(progress, name, "load"):
+                        target = next(visit)
+                    with self._phase(progress, name, "inputs"):
+                        request = self._gather(target, flows if needs_data else None, outputs)
+                    outputs = None
+                    self._layer(request, segments, progress)
+                    outputs = request.outputs
+                    with self._phase(progress, name, "free"):
+                        self._after_layer(request)
+                    self._context.record.layers.append(self._entry)
+                    progress.layer_done()
+            for processor in self._processors:
+                with _place("the whole model", processor, "post_run"):
+                    processor.post_run()
+        finally:
+            visit.close()
+            for flow in flows:
+                flow.close()
+
+    def _gather(
+        self, target: ProcessRequest, flows: list[Flow] | None, outputs: list[Any] | None
+    ) -> BatchProcessRequest:
+        """The layer with every sample's arguments: each flow moves on to it, fed with the layer before's output."""
+        if flows is None:
+            return BatchProcessRequest(target.name, target.module)
+        datas = []
+        for index, flow in enumerate(flows):
+            if outputs is None:
+                step = next(flow)
+            else:
+                step = flow.send(outputs[index])
+                outputs[index] = None  # the flow holds it now
+            if step.name != target.name:
+                raise InvalidModelError(
+                    f"sample {self._sample_ids[index]} is at {step.name} while the run is at {target.name}",
+                    "make generate_model_forward yield the same layers in the same order as generate_model_visit",
+                )
+            datas.append((step.args, step.kwargs))
+        return BatchProcessRequest(target.name, target.module, datas, sample_ids=self._sample_ids)
+
+    def _layer(
+        self, request: BatchProcessRequest, segments: list[list[BaseSessionProcessor]], progress: LayerProgress
+    ) -> None:
+        saved = [p for p in self._processors if p.kind == "saver"]
+        for segment in segments:
+            names = " + ".join(p.registered_name for p in segment)
+            for processor in segment:
+                with self._phase(progress, request.name, names), _place(request.name, processor, "preprocess"):
+                    processor.preprocess(request)
+            if needs_forward(segment) and request.datas is not None:
+                with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
+                    request.on_sample = progress.sample
+                    segment[-1].process(request)
+                self._entry["forwards"] += 1
+            if segment[-1] in saved:
+                self._measure(request, progress)
+            for processor in segment:
+                with self._phase(progress, request.name, names), _place(request.name, processor, "postprocess"):
+                    processor.postprocess(request)
+        if not saved:
+            self._measure(request, progress)
+
+    def _measure(self, request: BatchProcessRequest, progress: LayerProgress) -> None:
+        """What rounding did to the layer: its weights, and its output for global sample 0 where this rank holds it."""
+        errors = [
+            record["weight_error"] ** 2
+            for name, record in self._context.record.modules.items()
+            if name.startswith(request.name + ".")
+        ]
+        if errors:
+            self._entry["weight_error"] = (sum(errors) / len(errors)) ** 0.5
+        if request.outputs and 0 in request.sample_ids and request.datas is not None and errors:
+            index = list(request.sample_ids).index(0)
+            args, kwargs = request.datas[index]
+            with self._phase(progress, request.name, "measure"):
+                self._entry["output_error"] = relative_error(request.module(*args, **kwargs), request.outputs[index])
+
+    @contextmanager
+    def _phase(self, progress: LayerProgress, layer: str, phase: str) -> Iterator[None]:
+        progress.phase(layer, phase)
+        start = time.perf_counter()
+        yield
+        seconds = self._entry["seconds"]
+        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+        self._entry["memory_mib"][phase] = devices.peak_memory_mib(self._context.device.type)
+
+
+def needs_forward(segment: Sequence[BaseSessionProcessor]) -> bool:
+    """True when some step of the segment needs calibration data."""
+    return any(not processor.is_data_free() for processor in segment)
+
+
+def share_forwards(processors: Sequence[BaseSessionProcessor]) -> list[list[BaseSessionProcessor]]:
+    """Consecutive steps that may use one forward together; each other step stands alone. Order is kept."""
+    segments: list[list[BaseSessionProcessor]] = []
+    for processor in processors:
+        if segments and processor.shares_forward() and all(p.shares_forward() for p in segments[-1]):
+            segments[-1].append(processor)
+        else:
+            segments.append([processor])
+    return segments
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """‖found − expected‖ / ‖expected‖ of a layer's output (element 0 of a tuple), summed in float64."""
+    found_, expected_ = (x[0] if isinstance(x, tuple) else x for x in (found, expected))
+    lost = _norm(found_.float() - expected_.float())
+    total = _norm(expected_.float())
+    return lost / total if total else lost
+
+
+def _norm(x: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+@contextmanager
+def _place(layer: str, processor: BaseSessionProcessor, phase: str) -> Iterator[None]:
+    """An error from here on says where it happened."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"at {layer}, {processor.registered_name}, {phase}")
+        raise
