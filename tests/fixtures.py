@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-_MERGES = "Ġ t|h e|Ġ a|i n|r e|Ġt he|o n|e r|Ġ s|a t|o r|e n|Ġ o|i s|i t|a n".split("|")
+_PAIRS = ("Ġ t", "h e", "Ġ a", "i n", "r e", "Ġt he", "o n", "e r", "Ġ s", "a t", "o r", "e n", "Ġ o", "i s", "i t")
 
 _COMMON: dict[str, Any] = {
     "attention_dropout": 0.0,
@@ -109,8 +109,8 @@ def t_mtp(directory: Path, family: str = "llama", **options: Any) -> Path:
 def t_fp8(directory: Path, plain: Path, family: str = "llama", **options: Any) -> tuple[Path, Path]:
     """Write a block-FP8 model to `directory` and what its weights mean, in bfloat16, to `plain`.
 
-    weight = code times the scale of its 128 x 128 block, in float32, then rounded to bfloat16. Hidden size 192 and width
-    320 leave partial blocks everywhere; one weight and its scale lie in different shards.
+    weight = code times the scale of its 128 x 128 block, in float32, then rounded to bfloat16. Hidden size 192 and
+    width 320 leave partial blocks everywhere; one weight and its scale lie in different shards.
     """
     full = model_config(family, torch.bfloat16, **{"hidden_size": 192, "intermediate_size": 320, **options})
     stored, decoded = {}, {}
@@ -214,9 +214,9 @@ def write_checkpoint(
 def write_tokenizer(directory: Path) -> None:
     """Write a byte-level BPE with `<s>` 0 (put before every text), `</s>` 1, `<pad>` 2 and a chat template."""
     special = ["<s>", "</s>", "<pad>"]
-    words = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + [pair.replace(" ", "") for pair in _MERGES]
-    pairs = [(pair.split(" ")[0], pair.split(" ")[1]) for pair in _MERGES]
-    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=pairs))
+    words = special + sorted(pre_tokenizers.ByteLevel.alphabet()) + [pair.replace(" ", "") for pair in _PAIRS]
+    merges = [(pair.split(" ")[0], pair.split(" ")[1]) for pair in _PAIRS]
+    tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=merges))
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What every model family offers to a run. Names are the published interface; algorithms see nothing else of a model."""
+"""What every model family offers to a run. Its names are published; algorithms see nothing else of a model."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
@@ -58,7 +58,7 @@ class ModelSlimPipelineInterfaceV1(ABC):
 
     @abstractmethod
     def handle_dataset(self, dataset: list[Any], device: torch.device, max_length: int) -> list[dict[str, Any]]:
-        """`calibration.Sample`s → keyword arguments of the model, one dict a sample, batch 1, cut to `max_length` tokens."""
+        """`calibration.Sample`s → keyword arguments of the model: one dict a sample, batch 1, cut to `max_length`."""
 
     @abstractmethod
     def init_model(self, device: torch.device) -> nn.Module:
@@ -66,7 +66,7 @@ class ModelSlimPipelineInterfaceV1(ABC):
 
     @abstractmethod
     def generate_decoder_layer(self, model: nn.Module, device: torch.device) -> Iterator[tuple[str, nn.Module]]:
-        """(name, layer) in order; a layer still on `meta` is loaded to `device` when it is reached, the next prefetched."""
+        """(name, layer) in order; a layer still on `meta` is loaded to `device` when reached, the next prefetched."""
 
     @abstractmethod
     def generate_model_visit(self, model: nn.Module, device: torch.device) -> Generator[ProcessRequest, Any, None]:
