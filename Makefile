@@ -13,7 +13,7 @@ NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 CANDIDATES := python3 python3.13 python3.12 python3.11
 PYTHON ?= $(firstword $(foreach name,$(CANDIDATES),$(shell $(name) -c "$(NEW_ENOUGH)" >/dev/null 2>&1 && echo $(name))) python3)
 
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help install install-dev model demo format lint test check test-serving bench clean
 
@@ -68,15 +68,20 @@ check: test
 # vLLM pins its own torch build and libraries, so it lives apart. Its torchvision does not fit the CPU build of torch.
 $(SERVING)/.installed: $(VENV)/.made
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM) pytest
-	$(SERVING)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVING)/bin/python -m pip install -qq --disable-pip-version-check $(VLLM) pytest
+	$(SERVING)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
-test-serving: $(SERVING)/.installed $(VENV)/.installed model
-	$(BIN)/python tests/serving/serve_vllm.py --work_dir $(CACHE) --server $(SERVING)/bin/python
+$(CACHE)/served-w8a8: $(VENV)/.installed | model
+	$(BIN)/msmodelslim quant --model_path $(CACHE)/smollm2 --save_path $@ --quant_type w8a8 --tag vllm --device cpu --yes
+
+test-serving: $(SERVING)/.installed $(CACHE)/served-w8a8
+	$(SERVING)/bin/python tests/serving/serve_vllm.py $(CACHE)/smollm2 $(CACHE)/served-w8a8
 
 bench: $(VENV)/.installed-dev model
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script --model $(CACHE)/smollm2 || exit 1; done
+	$(BIN)/python benchmarks/memory_depth.py
+	@test -n "$(TEXT)" || { echo "make bench TEXT=file.jsonl: one {\"text\": ...} a line, 65536 tokens or more" >&2; exit 1; }
+	$(BIN)/python benchmarks/calibration.py $(CACHE)/smollm2 $(TEXT)
 
 clean:
 	rm -rf $(VENV) $(CACHE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
