@@ -1,0 +1,342 @@
+"""The command line: words to values, errors without a traceback, exit codes.
+
+Exit codes: 0 done, 1 a user's error, 2 usage, 130 interrupted (SIGINT), 143 terminated (SIGTERM). Results go to
+standard output, everything else to standard error. Whatever is slow to import is imported by the command that needs it,
+so that `--help` and a usage error answer at once.
+"""
+
+import argparse
+import difflib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from msmodelslim import __version__
+from msmodelslim.errors import EnvError, ModelslimError, SchemaValidateError
+
+LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+LOG_VARIABLE = "MSMODELSLIM_LOG_LEVEL"
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+log = logging.getLogger("msmodelslim")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    words = [_underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    try:
+        args = _parse(words)
+    except SystemExit as stop:  # argparse has said what there is to say
+        return int(stop.code or 0)
+    try:
+        with _terminable(), _logging(args):
+            code = int(args.run(args) or 0)
+            sys.stdout.flush()
+            return code
+    except ModelslimError as error:
+        if args.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except _TerminatedError:
+        print("terminated", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def quant(args: argparse.Namespace) -> None:
+    """Quantize a checkpoint, or with --dry_run say what would happen."""
+    from msmodelslim.paths import refuse_unsafe_paths
+
+    refuse_unsafe_paths(args.model_path, args.save_path, args.overwrite)
+    from msmodelslim import device, practice
+    from msmodelslim.model.families import open_model
+    from msmodelslim.quant_service import QuantJob, quantize, rehearse
+
+    kind, indices = device.parse_device(args.device, args.device_id)
+    device.check_present(kind, indices)
+    own = practice.from_file(args.config_path) if args.config_path else None
+    adapter = open_model(args.model_path, args.model_type, args.trust_remote_code)
+    names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
+    choice = own or practice.choose(adapter.pedigree, names, args.quant_type, args.tag, args.yes)
+    print(f"model:  {adapter.model_type} (family {adapter.registered_name})")
+    print(f"recipe: {choice.recipe.config_id} ({choice.recipe.source})")
+    print(f"why:    {choice.why}")
+    if choice.others:
+        print(f"others: {', '.join(choice.others)}; take one with --tag, or with --config_path and its name")
+    if not choice.exact:
+        log.warning("%s", choice.why)
+    job = QuantJob(
+        model_path=args.model_path,
+        save_path=args.save_path,
+        recipe_text=choice.recipe.text,
+        recipe_source=choice.recipe.source,
+        model_type=args.model_type,
+        device=kind,
+        device_ids=indices,
+        trust_remote_code=args.trust_remote_code,
+        dataset=args.dataset,
+        debug=args.debug,
+        overwrite=args.overwrite,
+        threads=args.threads,
+    )
+    (rehearse if args.dry_run else quantize)(job)
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Check a written directory against its format and, with --source, against the model it came from."""
+    from msmodelslim.artifact import verify_directory
+
+    findings = verify_directory(args.directory, args.source)
+    for finding in findings:
+        print(finding)
+    print(f"{args.directory}: " + (f"{len(findings)} findings" if findings else "no findings"))
+    return 1 if findings else 0
+
+
+def inspect(args: argparse.Namespace) -> None:
+    """Say what a written directory, or a source, holds."""
+    from msmodelslim.artifact import inspect_directory
+
+    inspect_directory(args.directory)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Perplexity of a source or of a result."""
+    from msmodelslim import device, perplexity
+
+    kind, indices = device.parse_device(args.device, args.device_id)
+    device.check_present(kind, indices)
+    perplexity.evaluate(args.directory, args.text, args.windows, args.window_length, kind, args.threads)
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of the whole line, and the parser of each command."""
+    shared = argparse.ArgumentParser(add_help=False)
+    _add_shared(shared)
+    parser = argparse.ArgumentParser(
+        "msmodelslim",
+        description="Quantize large language models to 8 and 4 bits.",
+        epilog="Every option may be written with hyphens too: --model-path. `msmodelslim COMMAND --help` lists them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"msmodelslim {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    made: dict[str, argparse.ArgumentParser] = {}
+    for name, needed, run, add in (
+        ("quant", "--model_path DIR --save_path DIR", quant, _add_quant),
+        ("verify", "DIR", verify, _add_verify),
+        ("inspect", "DIR", inspect, _add_directory),
+        ("eval", "DIR", evaluate, _add_eval),
+    ):
+        text = (run.__doc__ or "").partition("\n")[0]
+        made[name] = commands.add_parser(
+            name,
+            usage=f"msmodelslim {name} {needed} [options]",
+            help=text.rstrip("."),
+            description=text,
+            parents=[shared],
+            allow_abbrev=False,
+        )
+        made[name].set_defaults(run=run)
+        add(made[name])
+    return parser, made
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("messages")
+    group.add_argument("-V", "--version", action="version", version=f"msmodelslim {__version__}")
+    group.add_argument("--log_level", choices=list(LOG_LEVELS), help=f"wins over -v, -q and ${LOG_VARIABLE}")
+    group.add_argument("-v", "--verbose", action="store_true", help="as --log_level debug")
+    group.add_argument("-q", "--quiet", action="store_true", help="as --log_level warning")
+    group.add_argument("--debug", action="store_true", help="as -v, and show the traceback of an error")
+
+
+def _add_quant(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model_path", type=Path, required=True, metavar="DIR", help="the checkpoint to quantize")
+    add("--save_path", type=Path, required=True, metavar="DIR", help="where the result goes")
+    add("--model_type", metavar="NAME", help="model or family, such as Qwen3-32B or default; found in config.json")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--quant_type", type=_quant_type, metavar="TYPE", help="w8a8 (default), w8a16, w4a8, w4a16, w4a4 ..."
+    )
+    which.add_argument(
+        "--config_path", "--config", type=Path, metavar="FILE", help="your own recipe, or a practice's name"
+    )
+    add("--tag", "--tags", nargs="*", action="extend", default=[], metavar="TAG", help="engine or hardware to serve on")
+    add("--yes", "-y", action="store_true", help="accept a practice that does not fit exactly")
+    _add_device(parser)
+    add(
+        *("--trust_remote_code",),
+        nargs="?",
+        const=True,
+        default=False,
+        type=_boolean,
+        metavar="True|False",
+        help="let Python files of the checkpoint run",
+    )
+    add("--dataset", metavar="FILE", help="calibration data, instead of the recipe's")
+    add("--dry_run", action="store_true", help="check everything that needs no weights, write nothing")
+    add("--overwrite", action="store_true", help="replace an earlier result at --save_path")
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--device", default="auto", metavar="TYPE", help="auto (default), cpu, cuda, npu; also npu:0,1")
+    add("--device_id", type=_natural, nargs="+", metavar="N", help="which devices of that type")
+    add("--threads", type=_positive, metavar="N", help="CPU threads")
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint")
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    parser.add_argument("--source", type=Path, metavar="MODEL", help="the checkpoint it was made from, to compare with")
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    _add_directory(parser)
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="plain text, instead of the built-in one")
+    add("--windows", type=_positive, default=32, metavar="N", help="windows of text (default 32)")
+    add("--window_length", type=_positive, default=512, metavar="TOKENS", help="tokens a window (default 512)")
+    _add_device(parser)
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    """The values of a command line. Raises SystemExit after a usage error, help or version."""
+    parser, commands = build_parser()
+    if not words:
+        parser.print_help()
+        parser.exit()
+    if words[0].startswith("-"):
+        _refuse_unknown(parser, words)
+        parser.parse_args(words)
+        parser.error(f"name a command first: {', '.join(commands)}")
+    if words[0] not in commands:
+        parser.error(f"{words[0]!r} is no command; {_nearest(words[0], list(commands))}")
+    _refuse_unknown(commands[words[0]], words[1:])
+    return parser.parse_args(words)
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """A usage error for options that do not exist, before argparse complains of what is missing in their place."""
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+    wrong = [f"{option} is no option; {_nearest(option, known)}" for option in options if option not in known]
+    if wrong:
+        parser.error("\n  ".join(wrong))
+
+
+def _nearest(word: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"write {close[0]}" if close else f"there are {', '.join(choices)}"
+
+
+def _underscored(word: str) -> str:
+    """Options may be spelt with hyphens: --model-path=X is --model_path=X."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+def _boolean(word: str) -> bool:
+    if word.lower() not in _BOOLEANS:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither True nor False")
+    return _BOOLEANS[word.lower()]
+
+
+def _quant_type(word: str) -> str:
+    from msmodelslim.practice import quant_type_word
+
+    try:
+        return quant_type_word(word)
+    except SchemaValidateError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _natural(word: str) -> int:
+    if not word.isdecimal():
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 on")
+    return int(word)
+
+
+def _positive(word: str) -> int:
+    if not word.isdecimal() or int(word) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
+    return int(word)
+
+
+def _log_level(args: argparse.Namespace) -> int:
+    """--log_level, then -v or --debug, then -q, then the environment, then info."""
+    if args.log_level:
+        return LOG_LEVELS[args.log_level]
+    if args.verbose or args.debug:
+        return logging.DEBUG
+    if args.quiet:
+        return logging.WARNING
+    word = os.environ.get(LOG_VARIABLE, "info")
+    if word.lower() not in LOG_LEVELS:
+        raise EnvError(f"{LOG_VARIABLE} is {word!r}", f"write one of {', '.join(LOG_LEVELS)}")
+    return LOG_LEVELS[word.lower()]
+
+
+@contextmanager
+def _logging(args: argparse.Namespace) -> Iterator[None]:
+    """Messages of the package on standard error: coloured on a terminal, else `LEVEL message` lines."""
+    level = _log_level(args)
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
+
+        handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, as an exception, so that `finally` blocks run; no `except Exception` stops it."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within it SIGTERM unwinds the run. A second one is ignored, so that the clean-up ends."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _TerminatedError
+
+    before: Any = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
