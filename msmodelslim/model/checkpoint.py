@@ -21,7 +21,7 @@ from msmodelslim.errors import InvalidModelError
 from msmodelslim.model import block_fp8
 from msmodelslim.model.shard_header import TensorInfo, read_header
 
-__all__ = ["Checkpoint", "TensorInfo", "model_dtype", "read_config"]
+__all__ = ["Checkpoint", "TensorInfo", "model_dtype", "read_config", "read_json_object"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -41,7 +41,7 @@ def read_config(model_path: Path) -> dict[str, Any]:
     if not (model_path / "config.json").is_file():
         raise InvalidModelError(f"{model_path} has no config.json", "give the directory of a Hugging Face checkpoint")
     problems: list[str] = []
-    config = _read_object(model_path / "config.json", problems)
+    config = read_json_object(model_path / "config.json", problems)
     if problems:
         raise InvalidModelError(f"{model_path}: {problems[0]}", "download the file again")
     return config
@@ -196,7 +196,7 @@ class Checkpoint:
         path = self.path / _INDEX
         if not path.is_file():
             return None
-        where = _read_object(path, problems).get("weight_map")
+        where = read_json_object(path, problems).get("weight_map")
         if not isinstance(where, dict) or not where:
             problems.append(f"{_INDEX}: has no weight_map")
             return {}
@@ -225,7 +225,8 @@ class Checkpoint:
         raise InvalidModelError(f"{self.path} has no safetensors file", "give the directory that holds the weights")
 
 
-def _read_object(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_json_object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The object in a JSON file; if it holds none, a sentence goes to `problems` and the object is empty."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # neither UTF-8 nor JSON
