@@ -156,7 +156,7 @@ def _is_model(annotation: Any) -> bool:
 
 def _no_choice(value: Any, choices: list[str]) -> str:
     if isinstance(value, str):
-        return f"{value!r} is not known here; write {nearest(value, choices)}"
+        return f"{show(value)} is not known here; write {nearest(value, choices)}"
     return f"{_kind(value)}; write {nearest('', choices)}"
 
 
@@ -167,7 +167,7 @@ def _wrong_kind(value: Any, expected: list[str]) -> str:
     if expected == [_TEXT] and isinstance(value, bool | int | float):
         return f"{_kind(value)}; put it in quotes"
     if expected == [_LIST] and isinstance(value, str):
-        return f"{_kind(value)}; write a list, [{value!r}]"
+        return f"{_kind(value)}; write a list, [{show(value)}]"
     if expected[0] in (_WHOLE, _NUMBER) and isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d+)?", value):
         return f"{_kind(value)}; write it without quotes"
     return f"{_kind(value)}; write {wanted}"
