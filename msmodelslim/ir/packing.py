@@ -61,13 +61,13 @@ def pack_columns_int32(codes_OI: Tensor, num_bits: int) -> Tensor:
     bytes_OI = torch.nn.functional.pad(bytes_OI, (0, missing))
     if num_bits == 4:
         bytes_OI = bytes_OI[:, 0::2] | (bytes_OI[:, 1::2] << 4)
-    return bytes_OI.view(torch.int32)
+    return bytes_OI.flatten().view(torch.int32).unflatten(0, (len(codes_OI), -1))
 
 
 def unpack_columns_int32(packed_ON: Tensor, num_bits: int, columns: int) -> Tensor:
     """Inverse of `pack_columns_int32`: int8 [O, columns]."""
     _codes_a_word(num_bits)
-    bytes_OI = packed_ON.contiguous().view(torch.uint8)
+    bytes_OI = packed_ON.flatten().view(torch.uint8).unflatten(0, (len(packed_ON), -1))
     if num_bits == 4:
         bytes_OI = torch.stack((bytes_OI & 0xF, bytes_OI >> 4), dim=2).flatten(1)
     return (bytes_OI.view(torch.int8)[:, :columns] - (1 << (num_bits - 1))).contiguous()
