@@ -36,7 +36,7 @@ def register(name: str) -> Callable[[C], C]:
         if known is not cls and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(f"{kind} {name!r} is already {known.__module__}.{known.__qualname__}")
         _CLASSES[kind, name] = cls
-        cls.registered_name = name
+        cls.registered_name = name  # type: ignore[attr-defined] # the base class of each folder declares it
         return cls
 
     return add

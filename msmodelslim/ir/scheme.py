@@ -1,4 +1,4 @@
-"""What a tensor is rounded to: number type, the block that shares a scale, symmetry. Plain values, hashable, printable."""
+"""What a tensor is rounded to: number type, the block that shares a scale, symmetry. Plain, hashable, printable."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -66,7 +66,8 @@ class QScheme:
     def __str__(self) -> str:
         if self.is_float:
             return "float"
-        size = f"_{self.group_size}" if self.group_size else f"_{self.block[0]}x{self.block[1]}" if any(self.block) else ""
+        block = f"_{self.block[0]}x{self.block[1]}" if any(self.block) else ""
+        size = f"_{self.group_size}" if self.group_size else block
         level = "_two_level" if self.two_level else ""
         return f"{self.dtype} {self.scope}{size}{level} {'sym' if self.symmetric else 'asym'}"
 

@@ -48,7 +48,7 @@ class RunRecord:
         patterns: one entry a pattern: {"processor", "list" ("include"/"exclude"), "pattern", "matches"}.
         fallbacks: one entry an exception to the recipe: {"module", "what", "why"}.
         warnings: sentences for the closing summary.
-        layers: one entry a layer: {"name", "seconds", "memory_mib" (both a phase), "weight_error", "output_error", ...}.
+        layers: one entry a layer: {"name", "seconds" and "memory_mib" by phase, "weight_error", "output_error", ...}.
     """
 
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
-from msmodelslim.ir.quantize import WeightCodes, act_qparam, dequantize_weight, quantize_weight, refuse_shape
-from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme, QDType, QScheme, QScope
+from msmodelslim.ir.quantize import act_qparam, quantize_weight, refuse_shape, weight_error
+from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
 from msmodelslim.observer.min_max import NO_SAMPLE, InputRange, MinMaxObserver
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.registry import register
 
 FP8_BLOCK = (128, 128)
-_ERROR_CHUNK = 1 << 22  # elements whose rounding error is measured at a time
 
 
 class Act(NamedTuple):
@@ -91,8 +90,7 @@ class ActConfig(BaseModel, frozen=True, extra="forbid"):
         if self.dtype is QDType.FLOAT:
             return QScheme()
         block = (1, FP8_BLOCK[1]) if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
-        group = MX_BLOCK if self.dtype in (QDType.MXFP8, QDType.MXFP4) else 0
-        return QScheme(self.dtype, self.scope, self.symmetric, group_size=group, block=block)
+        return QScheme(self.dtype, self.scope, self.symmetric, block=block)
 
 
 class WeightConfig(BaseModel, frozen=True, extra="forbid"):
@@ -104,11 +102,7 @@ class WeightConfig(BaseModel, frozen=True, extra="forbid"):
 
     def scheme(self) -> QScheme:
         """The scheme these words mean."""
-        group = 0
-        if self.scope is QScope.PER_GROUP:
-            group = self.ext.group_size or 128
-        elif self.dtype in (QDType.MXFP8, QDType.MXFP4):
-            group = MX_BLOCK
+        group = (self.ext.group_size or 128) if self.scope is QScope.PER_GROUP else 0
         block = FP8_BLOCK if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
         return QScheme(self.dtype, self.scope, self.symmetric, group, block, self.ext.two_level)
 
@@ -269,19 +263,6 @@ class LinearQuantProcessor(BaseSessionProcessor):
         pairs = torch.stack([seen.per_sample[key] for key in sorted(seen.per_sample)]).double()
         low, high = pairs.mean(dim=0)
         return low.float(), high.float()
-
-
-def weight_error(weight_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> float:
-    """‖W − Ŵ‖ / ‖W‖ in float64 sums, a few rows at a time; 0 for an all-zero weight."""
-    rows = max(1, _ERROR_CHUNK // weight_OI.shape[1]) // FP8_BLOCK[0] * FP8_BLOCK[0] or FP8_BLOCK[0]
-    lost = total = 0.0
-    for start in range(0, weight_OI.shape[0], rows):
-        part_OI = weight_OI[start : start + rows].float()
-        lost += float(
-            (part_OI - dequantize_weight(codes.rows(start, start + rows), scheme)).square_().sum(dtype=torch.float64)
-        )
-        total += float(part_OI.square_().sum(dtype=torch.float64))
-    return (lost / total) ** 0.5 if total else 0.0
 
 
 def _replace(request: BatchProcessRequest, name: str, module: nn.Module) -> None:
