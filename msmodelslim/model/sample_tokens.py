@@ -42,19 +42,22 @@ def load_tokenizer(model_path: Path, trust_remote_code: bool) -> Any:
             f"{model_path} has no tokenizer ({_FILES[0]} or the like)",
             "fetch it, or give calibration data as input_ids",
         )
-    config = model_path / "tokenizer_config.json"
+    problems: list[str] = []
+    config, whole = model_path / "tokenizer_config.json", model_path / "tokenizer.json"
     if config.is_file():
-        problems: list[str] = []
         refuse_remote_code(config, read_json_object(config, problems), trust_remote_code)
-        if problems:
-            raise InvalidModelError(f"{model_path}: {problems[0]}", "fetch the file again")
+    if whole.is_file():
+        read_json_object(whole, problems)
+    if problems:
+        raise InvalidModelError(f"{model_path}: {'; '.join(problems)}", "fetch the tokenizer's files again")
     try:
         return transformers.AutoTokenizer.from_pretrained(
             model_path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (OSError, TypeError, ValueError) as error:
+    except (OSError, LookupError, TypeError, ValueError) as error:
         raise InvalidModelError(
-            f"{model_path}: transformers cannot load its tokenizer: {error}", "fetch the tokenizer's files again"
+            f"{model_path}: transformers cannot load its tokenizer: {type(error).__name__} {error}",
+            "fetch the tokenizer's files again",
         ) from error
 
 
