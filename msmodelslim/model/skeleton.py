@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -47,7 +48,7 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         config = transformers.AutoConfig.from_pretrained(
             checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except (TypeError, ValueError) as error:
+    except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
         raise InvalidModelError(f"{place}: transformers refuses it: {error}", "correct config.json") from error
     vars(config).pop("quantization_config", None)
     return config
