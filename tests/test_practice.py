@@ -11,6 +11,7 @@ from msmodelslim import practice, registry
 from msmodelslim.errors import EnvError, SchemaValidateError, SecurityError, UnsupportedError
 from msmodelslim.practice import choose, from_file, practices, quant_type_word
 from msmodelslim.processor.base import BaseSessionProcessor
+from msmodelslim.saver import ascendv1, compressed_tensors
 
 SHIPPED = sorted(practice.SHIPPED.glob("*/*.yaml"))
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral"]
@@ -323,6 +324,22 @@ def test_an_engines_tag_finds_what_it_can_serve(asked: tuple[str, str], config_i
     pedigree = "default" if family == "default" else "dense"
     choice = choose(pedigree, [family], quant_type, [engine], False)
     assert (choice.recipe.config_id, choice.exact) == (config_id, True)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_an_engine_is_named_exactly_where_the_saver_knows_its_reader(path: Path) -> None:
+    recipe = from_file(path).recipe
+    scheme = recipe.process[0].config.qconfig.scheme()  # type: ignore[attr-defined]
+    saver = recipe.save[0]
+    target = saver.config.target  # type: ignore[attr-defined]
+    [scenarios] = {frozenset(frozenset(tags) for tags in found) for found in recipe.metadata.verified_tags.values()}
+    if saver.type == "ascendv1_saver":
+        variants = ascendv1.TARGETS[target]["linear"].get(str(ascendv1.kind_of(scheme)), ())
+        assert ascendv1.variant_of(scheme.weight) in variants
+    else:
+        kind, readers = compressed_tensors.kind_of(scheme), compressed_tensors.TARGETS
+        assert ({"vLLM", "CPU"} in scenarios) == (kind in readers["vllm-0.32"])
+        assert ({"transformers", "CPU"} in scenarios) == (kind in readers["transformers-5.24"])
 
 
 def test_what_no_engine_serves_is_no_practice() -> None:
