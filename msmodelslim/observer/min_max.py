@@ -1,10 +1,11 @@
 """The range of what flows into a linear over all calibration samples (`minmax`).
 
 Extrema do not depend on the order in which samples come, so shares of the samples on several ranks give the exact range
-of all of them. Linears that are handed the same tensor (q, k and v; gate and up) share one measurement.
+of all of them. Linears that are handed the same tensor (q, k and v; gate and up) share one measurement. While samples
+flow nothing is communicated; `agree` makes one range of all ranks' once a layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from msmodelslim.distributed.dist_helper import DistHelper
+from msmodelslim.distributed.stat_agree import Stat, StatKind
+from msmodelslim.distributed.stat_store import StatStore
+
 NO_SAMPLE = torch.iinfo(torch.int64).max
+_PARTS = {
+    "low": StatKind.MIN,
+    "high": StatKind.MAX,
+    "bad": StatKind.MIN,
+    "lows": StatKind.SCALAR,
+    "highs": StatKind.SCALAR,
+}
 
 
 @dataclass
@@ -51,6 +63,31 @@ class InputRange:
             self.per_sample[sample_id] = both
 
 
+@dataclass(frozen=True)
+class AgreedRange:
+    """Range of one linear's input over all samples of all ranks.
+
+    Args:
+        minimum, maximum: float32; minimum above maximum when no token reached the linear.
+        first_bad: global index of the first sample with a non-finite value; None when there is none.
+        mean: mean over the samples of their own minima and maxima, float64 [2]; None unless asked for.
+    """
+
+    minimum: Tensor
+    maximum: Tensor
+    first_bad: int | None
+    mean: Tensor | None
+
+
+def _agreed(found: Mapping[str, Stat], name: str) -> AgreedRange:
+    low, high, bad = (found[f"{name}:{part}"].value for part in ("low", "high", "bad"))
+    if low is None or high is None or bad is None:  # no rank has a sample
+        return AgreedRange(torch.tensor(torch.inf), torch.tensor(-torch.inf), None, None)
+    lows, highs = (found[f"{name}:{part}"].value for part in ("lows", "highs"))
+    mean = None if lows is None or highs is None else torch.stack((lows, highs)).mean(dim=1)
+    return AgreedRange(low, high, None if int(bad) == NO_SAMPLE else int(bad), mean)
+
+
 class MinMaxObserver:
     """Watches the inputs of linears during a forward; only accumulates, never communicates.
 
@@ -83,6 +120,33 @@ class MinMaxObserver:
             handle.remove()
         self._handles.clear()
         self._last = None
+
+    def agree(
+        self, sample_ids: Sequence[int], sample_count: int, helper: DistHelper | None
+    ) -> dict[str, "AgreedRange"]:
+        """The ranges over all ranks, the same on each; every rank calls it once a layer, also one without samples.
+
+        Args:
+            sample_ids: global index of each sample of this rank.
+            sample_count: samples of all ranks together.
+            helper: which modules all ranks share; None in a run of one rank.
+        """
+        store = StatStore(sample_ids, sample_count)
+        for name, seen in self.ranges.items():
+            for part, kind in _PARTS.items():
+                store.declare(f"{name}:{part}", kind)
+            if not sample_ids:
+                continue
+            last = sample_ids[-1]
+            store.add_min(f"{name}:low", last, seen.minimum)
+            store.add_max(f"{name}:high", last, seen.maximum)
+            store.add_min(f"{name}:bad", last, seen.first_bad)
+            for sample_id in sorted(seen.per_sample):
+                low, high = seen.per_sample[sample_id].tolist()
+                store.add_scalar(f"{name}:lows", sample_id, low)
+                store.add_scalar(f"{name}:highs", sample_id, high)
+        found = store.agree(helper)
+        return {name: _agreed(found, name) for name in self.ranges}
 
     def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._last is None or self._last[0] is not x or self._last[1] != x._version:

@@ -26,6 +26,7 @@ class BatchProcessRequest:
         datas: (args, kwargs) a sample; None when no processor of the run needs data.
         outputs: what the layer returned, a sample; set by `process`.
         sample_ids: global index of each sample in `datas`.
+        sample_count: samples of all ranks together.
         sample_id: global index of the sample being forwarded; -1 outside a forward.
         on_sample: told (samples done, samples in all) while a forward goes on.
     """
@@ -35,6 +36,7 @@ class BatchProcessRequest:
     datas: list[tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     outputs: list[Any] | None = None
     sample_ids: Sequence[int] = ()
+    sample_count: int = 0
     sample_id: int = -1
     on_sample: Callable[[int, int], None] = field(default=lambda done, total: None, repr=False)
 

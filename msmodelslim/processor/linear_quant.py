@@ -5,15 +5,16 @@ Letters: O output rows, I input columns.
 
 from typing import Annotated, Literal, NamedTuple
 
-import torch
+import torch.distributed as dist
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
+from msmodelslim.distributed.dist_helper import DistHelper
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.ir.quantize import act_qparam, quantize_weight, refuse_shape, weight_error
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
-from msmodelslim.observer.min_max import NO_SAMPLE, InputRange, MinMaxObserver
+from msmodelslim.observer.min_max import AgreedRange, MinMaxObserver
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.registry import register
@@ -177,6 +178,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
         self._selection = Selection(config.include, config.exclude)
         self._linears: dict[str, nn.Linear] = {}
         self._observer: MinMaxObserver | None = None
+        self._helper: DistHelper | None = None
 
     def is_data_free(self) -> bool:
         return not self._scheme.act.is_static
@@ -218,12 +220,14 @@ class LinearQuantProcessor(BaseSessionProcessor):
             self._observer = MinMaxObserver(lambda: request.sample_id, keep)
             for name, linear in self._linears.items():
                 self._observer.watch(name, linear, linear.weight.device)
+            if dist.is_initialized():
+                self._helper = DistHelper(request.module, prefix=request.name)
 
     def postprocess(self, request: BatchProcessRequest) -> None:
-        ranges: dict[str, InputRange] = {}
+        ranges: dict[str, AgreedRange] = {}
         if self._observer is not None:
             self._observer.close()
-            ranges = self._observer.ranges
+            ranges = self._observer.agree(request.sample_ids, request.sample_count, self._helper)
         for name in list(self._linears):
             _replace(request, name, self._quantize(name, self._linears.pop(name), ranges.get(name)))
         self._observer = None
@@ -233,7 +237,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
             self._observer.close()
         self._linears.clear()
 
-    def _quantize(self, name: str, linear: nn.Linear, seen: InputRange | None) -> QuantLinear:
+    def _quantize(self, name: str, linear: nn.Linear, seen: AgreedRange | None) -> QuantLinear:
         scale_dtype = self.context.adapter.dtype
         codes = quantize_weight(linear.weight, self._scheme.weight, scale_dtype=scale_dtype, name=name)
         act_scale = act_offset = None
@@ -247,22 +251,20 @@ class LinearQuantProcessor(BaseSessionProcessor):
         }
         return QuantLinear(self._scheme, codes, bias=linear.bias, act_scale=act_scale, act_offset=act_offset)
 
-    def _range(self, name: str, seen: InputRange) -> tuple[Tensor, Tensor]:
-        if int(seen.first_bad) != NO_SAMPLE:
+    def _range(self, name: str, seen: AgreedRange) -> tuple[Tensor, Tensor]:
+        if seen.first_bad is not None:
             raise InvalidModelError(
-                f"{name}: its input is not finite in calibration sample {int(seen.first_bad)}",
+                f"{name}: its input is not finite in calibration sample {seen.first_bad}",
                 "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
             )
-        if not torch.isfinite(seen.minimum):
+        if seen.minimum > seen.maximum:
             raise UnsupportedError(
                 f"{name}: no calibration sample reached it, so its static activation scale is undefined",
                 "give more samples, exclude it, or choose a dynamic scheme (act scope per_token)",
             )
-        if self.config.qconfig.act.ext.aggregation_type == "max":
-            return seen.minimum, seen.maximum
-        pairs = torch.stack([seen.per_sample[key] for key in sorted(seen.per_sample)]).double()
-        low, high = pairs.mean(dim=0)
-        return low.float(), high.float()
+        low, high = (seen.minimum, seen.maximum) if seen.mean is None else seen.mean.float()
+        device = self.context.device
+        return low.to(device), high.to(device)
 
 
 def _replace(request: BatchProcessRequest, name: str, module: nn.Module) -> None:

@@ -35,6 +35,7 @@ class BaseRunner(ABC):
         processors: steps in recipe order, savers last.
         samples: keyword arguments of the model, one dict a calibration sample of this rank.
         sample_ids: global index of each of them.
+        sample_count: samples of all ranks together; as many as `samples` when left out.
         shown: False on ranks that do not speak for the job.
     """
 
@@ -44,12 +45,14 @@ class BaseRunner(ABC):
         processors: Sequence[BaseSessionProcessor],
         samples: Sequence[dict[str, Any]] = (),
         sample_ids: Sequence[int] = (),
+        sample_count: int | None = None,
         shown: bool = True,
     ) -> None:
         self._context = context
         self._processors = list(processors)
         self._samples = list(samples)
         self._sample_ids = list(sample_ids)
+        self._sample_count = len(self._samples) if sample_count is None else sample_count
         self._shown = shown
         self._entry: dict[str, Any] = {}
 
@@ -136,7 +139,9 @@ class BaseRunner(ABC):
                     "make generate_model_forward yield the same layers in the same order as generate_model_visit",
                 )
             datas.append((step.args, step.kwargs))
-        return BatchProcessRequest(target.name, target.module, datas, sample_ids=self._sample_ids)
+        return BatchProcessRequest(
+            target.name, target.module, datas, sample_ids=self._sample_ids, sample_count=self._sample_count
+        )
 
     def _layer(
         self, request: BatchProcessRequest, segments: list[list[BaseSessionProcessor]], progress: LayerProgress

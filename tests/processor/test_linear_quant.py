@@ -151,7 +151,7 @@ def test_a_sample_that_is_not_finite_is_named_with_module_and_number(t_dense: Pa
     context = context_for(t_dense)
     processor = step(context, "linear_quant", qconfig=STATIC)
     layer = nn.ModuleDict({"a": nn.Linear(4, 4)})
-    request = BatchProcessRequest("model.layers.0", layer)
+    request = BatchProcessRequest("model.layers.0", layer, sample_ids=range(7), sample_count=7)
     processor.preprocess(request)
     for request.sample_id in (5, 6):
         layer["a"](torch.full((1, 4), torch.inf))
