@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, Field, model_validator
 
 from msmodelslim import registry
@@ -372,6 +375,40 @@ def test_a_prior_stage_needs_steps() -> None:
     assert "my.yaml:4: spec.prior[0].process[0].type: 'plane' is not a processor" in message
     assert "my.yaml:5: spec.prior[1].process: has 0 items; give at least 1 item" in message
     assert "my.yaml:6: spec.prior[2]: 3 is a whole number; write a mapping" in message
+
+
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.data())
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_no_text_makes_anything_but_a_recipe_or_a_list_of_mistakes(data: st.DataObject) -> None:
+    """Damage a good recipe in up to three places: any value at any depth, or any characters of the text."""
+    content = yaml.safe_load(GOOD)
+    for _ in range(data.draw(st.integers(0, 3))):
+        holder, key = data.draw(st.sampled_from(list(_places(content))))
+        holder[key] = data.draw(_VALUES)
+    text = yaml.safe_dump(content, allow_unicode=True)
+    cut = data.draw(st.integers(0, len(text)))
+    text = data.draw(st.sampled_from([text, text[:cut] + data.draw(st.text(max_size=4)) + text[cut:]]))
+    try:
+        parse_recipe(text, "my.yaml")
+    except SchemaValidateError as error:
+        assert "my.yaml:" in str(error)
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(holder, key) of every value inside a value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield value, key
+        yield from _places(inner)
 
 
 def test_no_message_has_a_placeholder_or_an_empty_tail() -> None:
