@@ -115,11 +115,14 @@ def inspect(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Perplexity of a source or of a result."""
-    from msmodelslim import device, perplexity
+    from msmodelslim import device
+    from msmodelslim.perplexity import eval_main
 
     kind, indices = device.parse_device(args.device, args.device_id)
     device.check_present(kind, indices)
-    perplexity.evaluate(args.directory, args.text, args.windows, args.window_length, kind, args.threads)
+    eval_main(
+        args.directory, args.text, args.windows, args.window_length, kind, threads=args.threads, device_index=indices[0]
+    )
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -267,6 +267,20 @@ def test_unsafe_paths_are_refused_before_anything_is_imported(t_dense: Path) -> 
     assert "is the same directory as --model_path" in done.stderr
 
 
+def test_eval_hands_over_what_the_words_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    stand_in = ModuleType("msmodelslim.perplexity")
+    vars(stand_in)["eval_main"] = lambda *args, **named: seen.append((*args, named))
+    monkeypatch.setitem(sys.modules, "msmodelslim.perplexity", stand_in)
+    words = "out --text a.txt --windows 4 --window-length 64 --device cpu:0 --threads 2"
+    assert main(["eval", *words.split()]) == 0
+    assert main(["eval", "out", "--device", "cpu"]) == 0
+    assert seen == [
+        (Path("out"), Path("a.txt"), 4, 64, "cpu", {"threads": 2, "device_index": 0}),
+        (Path("out"), None, 32, 512, "cpu", {"threads": None, "device_index": 0}),
+    ]
+
+
 def test_a_users_error_is_one_message_and_debug_adds_the_traceback(
     capsys: pytest.CaptureFixture[str], run_of: Any
 ) -> None:
