@@ -25,6 +25,9 @@ __all__ = ["Checkpoint", "TensorInfo", "model_dtype", "read_config", "read_json_
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Linux reads no more than its read-ahead window for one request, and drops the rest of it without a word; this is the
+# smallest window in use (the default of block devices).
+_READ_AHEAD_BYTES = 128 << 10
 _FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _log = logging.getLogger(__name__)
 
@@ -174,7 +177,9 @@ class Checkpoint:
         for file, ranges in spans.items():
             with (self.path / file).open("rb") as stream:
                 for start, stop in _merged(ranges):
-                    os.posix_fadvise(stream.fileno(), start, stop - start, os.POSIX_FADV_WILLNEED)
+                    for step in range(start, stop, _READ_AHEAD_BYTES):
+                        size = min(_READ_AHEAD_BYTES, stop - step)
+                        os.posix_fadvise(stream.fileno(), step, size, os.POSIX_FADV_WILLNEED)
 
     def _read_shard(self, file: str, where: dict[str, str] | None, present: bool, problems: list[str]) -> None:
         here = {name for name, place in (where or {}).items() if place == file}

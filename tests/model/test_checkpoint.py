@@ -1,5 +1,6 @@
 import json
 import mmap
+import os
 import resource
 import shutil
 from pathlib import Path
@@ -111,9 +112,23 @@ def test_a_weight_is_cast_and_an_integer_is_not(t_mtp):
     assert checkpoint.weight("visual.steps", torch.float32).tolist() == [3, 1, 4]
 
 
-def test_prefetch_takes_every_name_and_ignores_strange_ones(t_fp8):
+def test_prefetch_asks_for_every_byte_in_steps_that_linux_honours(t_fp8, monkeypatch):
+    asked = set()
+
+    def note(descriptor, start, size, advice):
+        assert advice == os.POSIX_FADV_WILLNEED
+        assert 0 < size <= 128 << 10
+        asked.update((Path(f"/proc/self/fd/{descriptor}").resolve(), byte) for byte in range(start, start + size))
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
     checkpoint = Checkpoint(t_fp8)
-    checkpoint.prefetch([*checkpoint.tensors, "no.such.tensor"])
+    names = [name for name in checkpoint.tensors if name.startswith("model.layers.0.") and "scale" not in name]
+    checkpoint.prefetch([*names, "no.such.tensor"])
+    parts = [checkpoint.tensors[part] for part in checkpoint.tensors if part.startswith("model.layers.0.")]
+    needed = {(t_fp8 / part.file, byte) for part in parts for byte in range(part.start, part.stop)}
+    assert len({path for path, _ in needed}) > 1
+    assert needed <= asked
+    assert len(asked) - len(needed) < mmap.PAGESIZE * len(parts)
 
 
 # --- block FP8
