@@ -58,8 +58,17 @@ def parse_device(device: str, device_id: list[int] | None) -> tuple[str, tuple[i
 
 
 def check_present(kind: str, indices: tuple[int, ...]) -> None:
-    """Raise EnvError if the machine lacks one of the devices; one line that says what is there."""
+    """Raise EnvError if the machine lacks one of the devices; one line that says what is there.
+
+    A CPU index is a slice of the cores, so any is there; more of them than cores is a warning, since they share cores.
+    """
     here = present()
+    if kind == "cpu":
+        if len(indices) > here["cpu"]:
+            _log.warning(
+                "%d ranks share %d cores; more ranks than cores is slower, not faster", len(indices), here["cpu"]
+            )
+        return
     lacking = [index for index in indices if index >= here.get(kind, 0)]
     if not lacking:
         return
