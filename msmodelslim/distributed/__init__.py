@@ -1,1 +1,17 @@
 """Many ranks, one result: what ranks agree on, how they talk, how they are started and end as one job."""
+
+from msmodelslim.distributed.dist_ops import (
+    ReduceOperation,
+    sync_base_operation,
+    sync_gather_tensor_lists,
+    sync_gather_tensors,
+)
+from msmodelslim.distributed.wire import RankMismatchError
+
+__all__ = [
+    "RankMismatchError",
+    "ReduceOperation",
+    "sync_base_operation",
+    "sync_gather_tensor_lists",
+    "sync_gather_tensors",
+]
