@@ -1,5 +1,6 @@
 """Many ranks, one result: what ranks agree on, how they talk, how they are started and end as one job."""
 
+from msmodelslim.distributed.dist_helper import DistHelper, StaleTopologyError
 from msmodelslim.distributed.dist_ops import (
     ReduceOperation,
     sync_base_operation,
@@ -9,8 +10,10 @@ from msmodelslim.distributed.dist_ops import (
 from msmodelslim.distributed.wire import RankMismatchError
 
 __all__ = [
+    "DistHelper",
     "RankMismatchError",
     "ReduceOperation",
+    "StaleTopologyError",
     "sync_base_operation",
     "sync_gather_tensor_lists",
     "sync_gather_tensors",
