@@ -7,6 +7,7 @@ from msmodelslim.distributed.dist_ops import (
     sync_gather_tensor_lists,
     sync_gather_tensors,
 )
+from msmodelslim.distributed.dist_setup import find_free_port, is_rank_zero, process_group, setup_distributed
 from msmodelslim.distributed.wire import RankMismatchError
 
 __all__ = [
@@ -14,6 +15,10 @@ __all__ = [
     "RankMismatchError",
     "ReduceOperation",
     "StaleTopologyError",
+    "find_free_port",
+    "is_rank_zero",
+    "process_group",
+    "setup_distributed",
     "sync_base_operation",
     "sync_gather_tensor_lists",
     "sync_gather_tensors",
