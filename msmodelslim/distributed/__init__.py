@@ -8,6 +8,9 @@ from msmodelslim.distributed.dist_ops import (
     sync_gather_tensors,
 )
 from msmodelslim.distributed.dist_setup import find_free_port, is_rank_zero, process_group, setup_distributed
+from msmodelslim.distributed.shard_tree import shard_rank, visit_order
+from msmodelslim.distributed.stat_agree import Stat, StatKind
+from msmodelslim.distributed.stat_store import StatStore
 from msmodelslim.distributed.wire import RankMismatchError
 
 __all__ = [
@@ -15,11 +18,16 @@ __all__ = [
     "RankMismatchError",
     "ReduceOperation",
     "StaleTopologyError",
+    "Stat",
+    "StatKind",
+    "StatStore",
     "find_free_port",
     "is_rank_zero",
     "process_group",
     "setup_distributed",
+    "shard_rank",
     "sync_base_operation",
     "sync_gather_tensor_lists",
     "sync_gather_tensors",
+    "visit_order",
 ]
