@@ -11,6 +11,7 @@ from msmodelslim.distributed.dist_setup import find_free_port, is_rank_zero, pro
 from msmodelslim.distributed.shard_tree import shard_rank, visit_order
 from msmodelslim.distributed.stat_agree import Stat, StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.distributed.task_scheduler import assign, run_tasks
 from msmodelslim.distributed.wire import RankMismatchError
 
 __all__ = [
@@ -21,9 +22,11 @@ __all__ = [
     "Stat",
     "StatKind",
     "StatStore",
+    "assign",
     "find_free_port",
     "is_rank_zero",
     "process_group",
+    "run_tasks",
     "setup_distributed",
     "shard_rank",
     "sync_base_operation",
