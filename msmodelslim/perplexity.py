@@ -24,17 +24,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from msmodelslim import device as devices
-from msmodelslim import registry
+from msmodelslim.artifact.directory import open_directory
 from msmodelslim.calibration import SHIPPED
 from msmodelslim.errors import InvalidDatasetError, InvalidModelError, SchemaValidateError
 from msmodelslim.model import skeleton
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
-from msmodelslim.model.checkpoint import TensorInfo, read_config
 from msmodelslim.model.families import open_model
 from msmodelslim.model.sample_tokens import load_tokenizer
-from msmodelslim.model.shard_header import read_header
-from msmodelslim.saver.base import BaseSaver
-from msmodelslim.saver.stored import BaseReader, StoredModel
+from msmodelslim.saver.stored import BaseReader
 
 DEFAULT_TEXT = SHIPPED / "eval.txt"
 LOGITS_AT_ONCE = 1 << 24  # elements; 64 MiB in float32
@@ -126,12 +123,12 @@ def _opened(
     path: Path, model_type: str | None, trust_remote_code: bool
 ) -> Iterator[tuple[ModelSlimPipelineInterfaceV1, BaseReader | None]]:
     """The model, and for a result the reader of its format."""
-    savers: list[type[BaseSaver]] = [registry.lookup("saver", name) for name in registry.names("saver")]
-    recognized = next((saver.reader for saver in savers if saver.reader.recognizes(path)), None)
-    if recognized is None:
+    _, reader, findings = open_directory(path)
+    if reader is None:
         yield open_model(path, model_type, trust_remote_code), None
         return
-    reader = recognized(_stored(path))
+    if findings:
+        raise InvalidModelError(f"{path} is damaged: {'; '.join(map(str, findings))}", "write it again")
     with TemporaryDirectory(prefix="msmodelslim-eval-") as folder:
         try:
             _write_float_part(reader, Path(folder))
@@ -140,16 +137,6 @@ def _opened(
             yield adapter, reader
         except InvalidModelError as error:
             raise InvalidModelError(error.message.replace(folder, str(path)), error.action) from error
-
-
-def _stored(path: Path) -> StoredModel:
-    infos: dict[str, TensorInfo] = {}
-    faults: list[str] = []
-    for file in sorted(path.glob("*.safetensors")):
-        infos |= read_header(file, faults)
-    if faults:
-        raise InvalidModelError(f"{path} is damaged: {'; '.join(faults)}", "write it again")
-    return StoredModel(path, read_config(path), infos)
 
 
 def _write_float_part(reader: BaseReader, folder: Path) -> None:
