@@ -77,7 +77,6 @@ class AscendV1Saver(BaseSaver):
 
     file_pattern = "quant_model_weights{suffix}.safetensors"
     numbered = True
-    index_name = "quant_model_weights.safetensors.index.json"
     always_index = True
     keeps_equal_head = True
     reader = AscendV1Reader
