@@ -11,7 +11,7 @@ from torch import Tensor
 
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
-from msmodelslim.ir.scheme import LinearScheme
+from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme
 from msmodelslim.processor.base import RunContext
 from msmodelslim.registry import register
 from msmodelslim.saver.base import BaseSaver
@@ -48,7 +48,6 @@ class CompressedTensorsSaver(BaseSaver):
     """Writes `model*.safetensors` and a `quantization_config` in config.json."""
 
     file_pattern = "model{suffix}.safetensors"
-    index_name = "model.safetensors.index.json"
     reader = CompressedTensorsReader
 
     class Config(BaseSaver.Config, frozen=True):
@@ -82,6 +81,13 @@ class CompressedTensorsSaver(BaseSaver):
             raise UnsupportedError(
                 f"{name}: {kind} of compressed-tensors is decompressed to bfloat16, and the model is {word}",
                 "convert the model to bfloat16, or choose another scheme",
+            )
+        width = MX_BLOCK if module.scheme.weight.is_mx else module.scheme.act.block[1] or 1
+        if module.in_features % width:
+            raise UnsupportedError(
+                f"{name}: {kind} of compressed-tensors quantizes inputs in blocks of {width}, and {module.in_features} "
+                "input features do not divide into them",
+                "exclude the module or choose another scheme for it",
             )
         sizes = (module.out_features, module.in_features)
         if self.config.target == "vllm-0.32" and kind.startswith("W4A16") and any(size % 32 for size in sizes):
