@@ -19,14 +19,13 @@ from torch import Tensor
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.model.checkpoint import TensorInfo
 from msmodelslim.saver.ascendv1_kinds import FLOAT_KIND, LAYOUTS, OLD_FP8_KIND, STATIC_SCOPES, linear_of, tensors_of
-from msmodelslim.saver.stored import BaseReader, Finding, StoredModel, fused_groups
+from msmodelslim.saver.stored import ROW_PARALLEL_NAMES, BaseReader, Finding, StoredModel, fused_groups
 from msmodelslim.saver.tied_head import HEAD_NAMES
 
 DESCRIPTION = "quant_model_description.json"
 _F32, _I8, _U8, _FP8 = torch.float32, torch.int8, torch.uint8, torch.float8_e4m3fn
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEQ = (torch.float32, torch.int64)
-_ROW_NAMES = {"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h"}
 _GLOBAL_KEYS = {
     *("version", "model_quant_type", "group_size", "metadata", "optional", "kv_cache_type", "kv_quant_type"),
     *("fa_quant_type", "indexer_quant_type", "reduce_quant_type", "max_supported_tp"),
@@ -92,6 +91,7 @@ _EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
 
 class AscendV1Reader(BaseReader):
     format_name = "ascendV1"
+    index_name = "quant_model_weights.safetensors.index.json"
 
     def __init__(self, stored: StoredModel) -> None:
         super().__init__(stored)
@@ -114,6 +114,11 @@ class AscendV1Reader(BaseReader):
 
     def kinds(self) -> dict[str, str]:
         return self._kinds
+
+    def size(self, module: str) -> tuple[int, int]:
+        found = _sizes(self._kinds[module], self.stored.modules[module])
+        assert found is not None, f"{module} breaks the rules of its kind"
+        return found["N"], found["K"]
 
     def restore(self, module: str) -> QuantLinear:
         return linear_of(self._kinds[module], self.stored.tensors(module))
@@ -185,7 +190,7 @@ class AscendV1Reader(BaseReader):
         if "weight_scale_second" in present and "weight_offset_second" not in present:
             yield Finding(f"{module}.weight_offset_second", "is missing beside weight_scale_second")
         if "scale_bias" in present:
-            row = module.rpartition(".")[2] in _ROW_NAMES
+            row = module.rpartition(".")[2] in ROW_PARALLEL_NAMES
             if present["scale_bias"].shape[-1] != (16 if row else 1):
                 yield Finding(
                     f"{module}.scale_bias",

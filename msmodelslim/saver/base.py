@@ -70,8 +70,6 @@ class BaseSaver(BaseSessionProcessor):
     file_pattern: ClassVar[str]
     #: a single file is numbered, too, where a size limit is set
     numbered: ClassVar[bool] = False
-    #: name of the file that says which tensor is where
-    index_name: ClassVar[str]
     #: the index is written for a single file, too
     always_index: ClassVar[bool] = False
     #: a head with the embedding's bytes is written a second time when the config says they are tied
@@ -254,7 +252,7 @@ class BaseSaver(BaseSessionProcessor):
             text = set_everywhere(text, "tie_word_embeddings", False)
         documents = {}
         if self.always_index or len(plan.sizes) > 1:
-            documents[self.index_name] = json.dumps(plan.index(), indent=2, ensure_ascii=False) + "\n"
+            documents[self.reader.index_name] = json.dumps(plan.index(), indent=2, ensure_ascii=False) + "\n"
         return documents | self.documents(text, specs)
 
     def _open_writer(self) -> ShardWriter:

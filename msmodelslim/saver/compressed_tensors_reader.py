@@ -28,6 +28,7 @@ _Need = dict[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]]
 
 class CompressedTensorsReader(BaseReader):
     format_name = "compressed-tensors"
+    index_name = "model.safetensors.index.json"
 
     def __init__(self, stored: StoredModel) -> None:
         super().__init__(stored)
@@ -57,6 +58,14 @@ class CompressedTensorsReader(BaseReader):
             scheme = _known(args)
             found[module] = (kind_of(scheme) if scheme else None) or "unknown"
         return found
+
+    def size(self, module: str) -> tuple[int, int]:
+        parts, args = self.stored.modules[module], self._args[module]
+        if args.format == PACKED:
+            rows, columns = self.stored.tensor(parts["weight_shape"].name).tolist()
+            return rows, columns
+        rows, columns = parts["weight_packed" if args.format == MXFP4 else "weight"].shape
+        return rows, columns * (2 if args.format == MXFP4 else 1)
 
     def restore(self, module: str) -> QuantLinear:
         return linear_of(self._args[module], self.stored.tensors(module))
@@ -158,8 +167,8 @@ class CompressedTensorsReader(BaseReader):
         files = {info.file for info in self.stored.infos.values()}
         if len(files) == 1 and files != {"model.safetensors"}:
             yield Finding(next(iter(files)), "transformers looks for model.safetensors only")
-        if len(files) > 1 and not (self.stored.path / "model.safetensors.index.json").is_file():
-            yield Finding("model.safetensors.index.json", f"is missing, and the weights are in {len(files)} files")
+        if len(files) > 1 and not (self.stored.path / self.index_name).is_file():
+            yield Finding(self.index_name, f"is missing, and the weights are in {len(files)} files")
 
     def _claimed(self, module: str) -> QuantizationScheme | None:
         return None if self._ignores(module) else self._scheme_for(module)

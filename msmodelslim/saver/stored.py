@@ -23,6 +23,10 @@ FUSED_NAMES: tuple[tuple[str, ...], ...] = (
 )
 
 
+#: Linears that engines split along their input; all others along their output.
+ROW_PARALLEL_NAMES = {"o_proj", "down_proj", "w2", "out_proj", "dense_4h_to_h"}
+
+
 @dataclass(frozen=True)
 class Finding:
     """One broken rule: where, and what a loader would make of it."""
@@ -64,6 +68,15 @@ class StoredModel:
             opened.seek(info.start)
             return torch.frombuffer(bytearray(opened.read(info.nbytes)), dtype=info.dtype).reshape(info.shape)
 
+    def pieces(self, name: str, most_bytes: int = 16 << 20) -> Iterator[Tensor]:
+        """The stored values in order, flat, some at a time."""
+        info = self.infos[name]
+        step = most_bytes // info.dtype.itemsize * info.dtype.itemsize
+        with (self.path / info.file).open("rb") as opened:
+            opened.seek(info.start)
+            for start in range(0, info.nbytes, step):
+                yield torch.frombuffer(bytearray(opened.read(min(step, info.nbytes - start))), dtype=info.dtype)
+
     def tensors(self, module: str) -> dict[str, Tensor]:
         """Last part of the name → values, for the tensors directly in a module."""
         return {suffix: self.tensor(info.name) for suffix, info in self.modules.get(module, {}).items()}
@@ -78,6 +91,8 @@ class BaseReader(ABC):
 
     #: words for people
     format_name: ClassVar[str]
+    #: the file that says which tensor is where
+    index_name: ClassVar[str]
 
     def __init__(self, stored: StoredModel) -> None:
         self.stored = stored
@@ -90,6 +105,10 @@ class BaseReader(ABC):
     @abstractmethod
     def kinds(self) -> dict[str, str]:
         """Quantized module → the format's word for how."""
+
+    @abstractmethod
+    def size(self, module: str) -> tuple[int, int]:
+        """Output rows and input columns of a quantized linear whose tensors keep the rules."""
 
     @abstractmethod
     def check(self) -> Iterator[Finding]:
