@@ -82,14 +82,14 @@ class CompressedTensorsReader(BaseReader):
         for module, parts in self.stored.modules.items():
             if _is_matrix(module, parts):
                 yield from self._check_module(module, parts)
+            elif parts.keys() & {"weight_scale", "input_scale"}:
+                yield Finding(module, "has scales and no weight; engines serve what memory held")
         yield from self._check_groups()
         yield from self._check_files()
 
     def _check_block(self) -> Iterator[Finding]:
         assert self.parsed is not None
         known = {format_.value for format_ in CompressionFormat}
-        if self.block.get("quant_method") != "compressed-tensors":
-            yield Finding(_PLACE, f"quant_method is {self.block.get('quant_method')!r}")
         if self.block.get("quantization_status") != "compressed":
             yield Finding(
                 f"{_PLACE}.quantization_status",

@@ -1,0 +1,265 @@
+"""Will a loader read what was meant? The format's rules, the values, and the source the directory was made from.
+
+Memory: one linear at a time.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from msmodelslim.artifact.directory import open_directory
+from msmodelslim.ir.quant_linear import QuantLinear
+from msmodelslim.model.checkpoint import Checkpoint
+from msmodelslim.model.shard_header import TensorInfo
+from msmodelslim.saver.rounding_bound import row_errors
+from msmodelslim.saver.side_files import side_files
+from msmodelslim.saver.stored import BaseReader, Finding, StoredModel
+from msmodelslim.saver.tied_head import tied_head
+
+_LEFTOVERS = ("*.bin", "*.pt", "*.pth", "consolidated*")
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass
+class Verification:
+    """What was found.
+
+    Args:
+        format_name: the format, in words.
+        findings: broken rules; none for a good directory.
+        modules: kind → quantized linears.
+        worst: kind → (largest ‖W − Ŵ‖ / ‖W‖, its module); only with a source.
+    """
+
+    format_name: str
+    findings: list[Finding] = field(default_factory=list)
+    modules: dict[str, int] = field(default_factory=dict)
+    worst: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+
+def verify_directory(path: Path, source: Path | None = None) -> list[Finding]:
+    """Broken rules of a written directory; none for a good one.
+
+    Args:
+        path: the directory.
+        source: the checkpoint it was made from; then weights are rebuilt and compared, and nothing may be missing.
+
+    Raises:
+        InvalidModelError: `path` holds no model, or `source` is no whole checkpoint.
+    """
+    return verify(Path(path), None if source is None else Path(source)).findings
+
+
+def verify_main(path: Path, source: Path | None) -> int:
+    """Check, print a table and the findings on standard output; 0 for a good directory, 1 for any other."""
+    found = verify(Path(path), None if source is None else Path(source))
+    table = Table(title=f"{path}: {found.format_name}", title_justify="left")
+    for heading in ("kind", "linears", "worst weight error", "in"):
+        table.add_column(heading, justify="right" if heading in ("linears", "worst weight error") else "left")
+    for kind, count in sorted(found.modules.items()):
+        error, module = found.worst.get(kind, (None, ""))
+        table.add_row(kind, str(count), "" if error is None else f"{error:.3%}", module)
+    console = Console(highlight=False)
+    console.print(table)
+    for finding in found.findings:
+        console.print(str(finding), markup=False, soft_wrap=True)
+    console.print(f"{len(found.findings)} findings" if found.findings else "no findings")
+    return 1 if found.findings else 0
+
+
+def verify(path: Path, source: Path | None) -> Verification:
+    """As `verify_directory`, with what was counted and measured."""
+    opened = open_directory(path)
+    stored, reader, findings = opened.stored, opened.reader, opened.findings
+    if reader is None:
+        formats = "quant_model_description.json or a quantization_config of compressed-tensors"
+        return Verification("no known format", [*findings, Finding(str(path), f"is in no known format: no {formats}")])
+    found = Verification(reader.format_name, findings)
+    if not opened.whole:
+        return found
+    checkpoint = None if source is None else Checkpoint(source)
+    kinds = reader.kinds()
+    for kind in kinds.values():
+        found.modules[kind] = found.modules.get(kind, 0) + 1
+    found.findings += _check_files(stored, reader)
+    rules = list(reader.check())
+    found.findings += rules
+    found.findings += _check_numbers(stored)
+    broken = {module for module in kinds for finding in rules if finding.place.startswith(module)}
+    for module, kind in kinds.items():
+        if module not in broken:
+            _check_linear(reader, module, kind, checkpoint, found)
+    if checkpoint is not None:
+        found.findings += _check_carried(stored, kinds, checkpoint)
+        found.findings += _check_side_files(path, checkpoint)
+    return found
+
+
+def _check_files(stored: StoredModel, reader: BaseReader) -> Iterator[Finding]:
+    """Files that a loader would take for weights or for the index, and the index itself."""
+    for pattern in _LEFTOVERS:
+        for path in sorted(stored.path.glob(pattern)):
+            yield Finding(path.name, "is a weight file of another format; loaders may take it instead")
+    for path in sorted(stored.path.glob("*.index.json")):
+        if path.name != reader.index_name:
+            yield Finding(path.name, "is the index of other files; vLLM stops when those are not there")
+    index = stored.path / reader.index_name
+    files = {info.file for info in stored.infos.values()}
+    if not index.is_file():
+        return
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+        where, total = content["weight_map"], content["metadata"]["total_size"]
+    except (ValueError, KeyError, TypeError) as error:
+        yield Finding(index.name, f"is no index: {error!r}")
+        return
+    for name, file in where.items():
+        info = stored.infos.get(name)
+        if info is None or info.file != file:
+            yield Finding(index.name, f"places {name} in {file}, and it is {f'in {info.file}' if info else 'nowhere'}")
+    for file in sorted(files - set(where.values())):
+        yield Finding(file, f"is not in {index.name}: a stray weight file, which vLLM loads all the same")
+    missing = [name for name, info in stored.infos.items() if name not in where and info.file in where.values()]
+    for name in missing:
+        yield Finding(index.name, f"lacks {name}")
+    real = sum(info.nbytes for info in stored.infos.values())
+    if total != real:
+        yield Finding(index.name, f"says {total} bytes in all, and the tensors have {real}")
+
+
+def _check_numbers(stored: StoredModel) -> Iterator[Finding]:
+    """Infinities, NaNs, and scales that are not above zero."""
+    for name, info in stored.infos.items():
+        suffix = name.rpartition(".")[2]
+        exponents = info.dtype is torch.uint8 and suffix == "weight_scale"
+        scale = suffix.endswith("scale") or suffix == "weight_scale_second"
+        if not (info.dtype.is_floating_point or exponents or suffix == "deq_scale"):
+            continue
+        bad = low = 0
+        for piece in stored.pieces(name):
+            numbers = _as_numbers(piece, suffix)
+            bad += int((~numbers.isfinite()).sum())
+            low += int((numbers <= 0).sum()) if scale else 0
+        if bad:
+            yield Finding(name, f"{bad} of its numbers are infinite or NaN")
+        if low:
+            yield Finding(name, f"{low} of its scales are not above zero")
+
+
+def _as_numbers(piece: Tensor, suffix: str) -> Tensor:
+    if piece.dtype is torch.uint8:  # E8M0 exponents: 255 is NaN, all others are powers of two
+        return torch.where(piece == 255, torch.nan, 1.0)
+    if suffix == "deq_scale" and piece.dtype is torch.int64:
+        return torch.where(piece >> 31 == 0, piece.to(torch.int32).view(torch.float32), torch.nan)
+    return piece if piece.dtype in (torch.float32, torch.float64) else piece.float()
+
+
+def _check_linear(
+    reader: BaseReader, module: str, kind: str, checkpoint: Checkpoint | None, found: Verification
+) -> None:
+    """Its tensors among each other, and its weight against the source's."""
+    linear = reader.restore(module)
+    found.findings += _check_consistent(reader, module, linear)
+    if checkpoint is None:
+        return
+    name = f"{module}.weight"
+    if name not in checkpoint.tensors:
+        found.findings.append(Finding(module, "is quantized, and the source has no such weight"))
+        return
+    weight_OI = checkpoint.weight(name, torch.float32) if checkpoint.is_fp8_block(name) else checkpoint.tensor(name)
+    if weight_OI.shape != linear.codes.shape:
+        found.findings.append(
+            Finding(module, f"is {tuple(linear.codes.shape)}, in the source {tuple(weight_OI.shape)}")
+        )
+        return
+    errors = row_errors(weight_OI, linear.weight_codes, linear.scheme.weight)
+    found.worst[kind] = max(found.worst.get(kind, (0.0, module)), (errors.relative, module))
+    rows = errors.unexplained()
+    if len(rows):
+        row = int(rows[0])
+        size = float(errors.sizes[row]) or 1.0
+        found.findings.append(
+            Finding(
+                module,
+                f"{len(rows)} of {len(errors.errors)} rows of its weight are further from the source than rounding "
+                f"moves them; row {row} is off by {float(errors.errors[row]) / size:.2%}, at most "
+                f"{float(errors.bounds[row]) / size:.2%} is explained: its scale, offset or codes are wrong",
+            )
+        )
+
+
+def _check_consistent(reader: BaseReader, module: str, linear: QuantLinear) -> Iterator[Finding]:
+    """Derived tensors (deq_scale, quant_bias, scale_bias, zero offsets) must follow from the others."""
+    for suffix, wanted in reader.export_again(module, linear).items():
+        info = reader.stored.modules[module].get(suffix)
+        if info is None:
+            continue
+        stored = reader.stored.tensor(info.name)
+        if stored.dtype != wanted.dtype or stored.shape != wanted.shape:
+            yield Finding(
+                info.name, f"is {stored.dtype} {list(stored.shape)}, expected {wanted.dtype} {list(wanted.shape)}"
+            )
+        elif suffix == "deq_scale" and stored.dtype is torch.int64:
+            if not torch.equal(stored, wanted):
+                yield Finding(info.name, "does not follow from input_scale and weight_scale")
+        elif wanted.dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32):
+            slack = 1e-5 * wanted.double().abs() + (1 if suffix == "quant_bias" else 0)
+            off = int((~((stored.double() - wanted.double()).abs() <= slack)).sum())
+            if off:
+                yield Finding(info.name, f"{off} of its values do not follow from the module's other tensors")
+
+
+def _check_carried(stored: StoredModel, kinds: Mapping[str, str], checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Everything of the source is here: quantized, unchanged, or gone for a reason."""
+    scales = {checkpoint.scale_name(name) for name in checkpoint.tensors if checkpoint.is_fp8_block(name)}
+    head = tied_head(checkpoint)
+    for name, info in checkpoint.tensors.items():
+        module, _, suffix = name.rpartition(".")
+        if name in scales or (module in kinds and suffix == "weight"):
+            continue
+        found = stored.infos.get(name)
+        if found is None:
+            if not (name == head.name and head.equal):
+                yield Finding(name, "is in the source and in no file here")
+        elif not _same_values(stored, found, checkpoint, info, exact=module not in kinds):
+            yield Finding(name, "differs from the source, and it is not quantized")
+    for name in stored.infos:
+        module, _, suffix = name.rpartition(".")
+        if name not in checkpoint.tensors and module not in kinds and suffix != "bias":
+            yield Finding(name, "is not in the source; loaders have no place for it")
+
+
+def _same_values(stored: StoredModel, found: TensorInfo, checkpoint: Checkpoint, info: TensorInfo, exact: bool) -> bool:
+    """Byte for byte, or by value where the type may have changed (decoded FP8, the bias of a quantized linear)."""
+    if tuple(found.shape) != tuple(info.shape):
+        return False
+    if checkpoint.is_fp8_block(info.name):
+        wanted = checkpoint.weight(info.name, found.dtype).flatten()
+    elif exact and found.dtype != info.dtype:
+        return False
+    else:
+        wanted = checkpoint.tensor(info.name).flatten()
+    start = 0
+    for piece in stored.pieces(found.name, _PIECE_BYTES):
+        part = wanted[start : start + len(piece)]
+        start += len(piece)
+        if part.dtype == piece.dtype:
+            if not torch.equal(part.contiguous().view(torch.uint8), piece.view(torch.uint8)):
+                return False
+        elif not torch.equal(part.to(piece.dtype), piece):
+            return False
+    return True
+
+
+def _check_side_files(path: Path, checkpoint: Checkpoint) -> Iterator[Finding]:
+    for name in side_files(checkpoint.path, set(checkpoint.files)).copied:
+        if not (path / name).is_file():
+            yield Finding(name, "is missing; the source has it beside its weights")
+        elif (path / name).read_bytes() != (checkpoint.path / name).read_bytes():
+            yield Finding(name, "differs from the source's")
