@@ -7,26 +7,31 @@ the source byte for byte. A format is a subclass with `export` for one linear an
 
 import json
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
-from msmodelslim.errors import UnsupportedError
+from msmodelslim.distributed import watchdog
+from msmodelslim.errors import EnvError, UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.saver.json_text import set_everywhere
 from msmodelslim.saver.output_directory import OutputDirectory
+from msmodelslim.saver.ownership import module_of, owners, unite
 from msmodelslim.saver.shards import ShardPlan, ShardWriter, TensorSpec, canonical_order, spec_of
 from msmodelslim.saver.side_files import SideFiles, copy_side_files, side_files
 from msmodelslim.saver.stored import BaseReader
 from msmodelslim.saver.tied_head import TiedHead, tied_head
 
 _SCALE_INV = ".weight_scale_inv"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class BaseSaver(BaseSessionProcessor):
         context: model, source checkpoint, record.
         save_path: the directory to write; replaced as a whole if it exists. Whether it may be replaced is the caller's
             question, to be asked before the run.
+        leader: process that leads the job, on several ranks; names the hidden directory they share.
     """
 
     kind = "saver"
@@ -82,20 +88,23 @@ class BaseSaver(BaseSessionProcessor):
         ext: dict[str, Any] = Field({}, max_length=0, description="must stay empty")
         target: str
 
-    def __init__(self, config: Any, context: RunContext, save_path: Path) -> None:
+    def __init__(self, config: Any, context: RunContext, save_path: Path, leader: int | None = None) -> None:
         super().__init__(config, context)
         self.part_file_bytes: int = config.part_file_size << 30
         self.kinds: dict[str, str] = {}
         self.float_linears: list[str] = []
         self.row_parallel: set[str] = set()
         self.notes: list[str] = []
-        self._output = OutputDirectory(save_path)
+        self._output = OutputDirectory(save_path, leader)
+        self._rank, self._world_size = 0, 1
+        self._owners: dict[str, int] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._consumed: set[str] = set()
         self._decoded: dict[str, None] = {}
         self._head = TiedHead(None)
         self._side = SideFiles()
         self._documents: dict[str, str] = {}
+        self._layers = frozenset(context.adapter.layer_names)
         self._writer: ShardWriter | None = None
         self._plan: ShardPlan | None = None
 
@@ -124,9 +133,6 @@ class BaseSaver(BaseSessionProcessor):
 
     def is_data_free(self) -> bool:
         return True
-
-    def support_distributed(self) -> bool:
-        return False
 
     # --- before the run
 
@@ -158,6 +164,7 @@ class BaseSaver(BaseSessionProcessor):
         """
         adapter = self.context.adapter
         checkpoint = adapter.checkpoint
+        self._meet()
         self._head = tied_head(checkpoint)
         dropped = {self._head.name} if self._head.equal and not self.keeps_equal_head else set()
         scales = {checkpoint.scale_name(name) for name in checkpoint.tensors if checkpoint.is_fp8_block(name)}
@@ -168,7 +175,10 @@ class BaseSaver(BaseSessionProcessor):
                 self._decoded[name] = None
             dtype = adapter.dtype if checkpoint.is_fp8_block(name) else info.dtype
             self._specs[name] = TensorSpec(dtype, tuple(info.shape))
-        specs = {name: self._specs[name] for name in canonical_order(self._specs)}
+        by_rank = self._exchange(self._specs)
+        self._owners = owners(by_rank, self._layer_of)
+        united = unite(by_rank)
+        specs = {name: united[name] for name in canonical_order(united)}
         plan = ShardPlan.make(specs, self.part_file_bytes, self.file_pattern, numbered=self.numbered)
         self._plan = plan
         self._side = side_files(checkpoint.path, set(checkpoint.files))
@@ -188,8 +198,12 @@ class BaseSaver(BaseSessionProcessor):
 
     def pre_run(self) -> None:
         assert self._plan is not None, "finish_rehearsal comes before pre_run"
-        self._output.open()
-        self._writer = ShardWriter(self._plan, self.directory)
+        if self._rank == 0:
+            self._output.open()
+            self._writer = ShardWriter(self._plan, self.directory)
+        self._refuse_separate_disks()
+        if self._writer is None:
+            self._writer = ShardWriter(self._plan, self.directory, create=False)
         self.context.record.warnings += [*self.notes, *self._own_notes()]
 
     def postprocess(self, request: BatchProcessRequest) -> None:
@@ -197,11 +211,12 @@ class BaseSaver(BaseSessionProcessor):
         linears = _linears(request)
         self._refuse_unequal_act_scales(request, linears)
         for name, module in linears.items():
-            tensors, kind = self.export(name, module)
-            for tensor_name, tensor in tensors.items():
-                writer.write(tensor_name, tensor)
             if name in self.context.record.modules:
-                self.context.record.modules[name]["kind"] = kind
+                self.context.record.modules[name]["kind"] = self.kinds[name]
+            if self._owners[name] != self._rank:
+                continue
+            for tensor_name, tensor in self.export(name, module)[0].items():
+                writer.write(tensor_name, tensor)
         for name, tensor in _float_state(request, linears).items():
             self._write_float(name, tensor)
 
@@ -212,13 +227,19 @@ class BaseSaver(BaseSessionProcessor):
             if name in writer.plan.slots and name not in writer.written and not tensor.is_meta:
                 self._write_float(name, tensor)
         for name in writer.missing():
+            if self._owners[module_of(name)] != self._rank:
+                continue
             info, spec = checkpoint.tensors.get(name), writer.plan.slots[name].spec
             if name in self._decoded:
                 writer.write(name, checkpoint.weight(name, spec.dtype))
             elif info is not None and TensorSpec(info.dtype, tuple(info.shape)) == spec:
                 writer.write_bytes_from(name, info, checkpoint.path)
-        if missing := writer.missing():
+        written = Counter(name for part in self._exchange(sorted(writer.written)) for name in part)
+        if missing := [name for name in writer.plan.slots if not written[name]]:
             raise RuntimeError(f"{len(missing)} planned tensors were never written: {', '.join(missing[:5])}")
+        assert max(written.values()) == 1, f"two ranks wrote {written.most_common(1)[0][0]}"
+        if self._rank:
+            return
         copy_side_files(self._side, checkpoint.path, self.directory)
         for file, text in self._documents.items():
             (self.directory / file).write_bytes(text.encode())
@@ -234,6 +255,8 @@ class BaseSaver(BaseSessionProcessor):
 
     def _write_float(self, name: str, tensor: Tensor) -> None:
         """A tensor that is not quantized: the source's bytes unless a processor changed the value."""
+        if self._owners[module_of(name)] != self._rank:
+            return
         writer = self._open_writer()
         checkpoint = self.context.adapter.checkpoint
         spec = writer.plan.slots[name].spec
@@ -245,6 +268,39 @@ class BaseSaver(BaseSessionProcessor):
                 writer.write_bytes_from(name, info, checkpoint.path)
                 return
         writer.write(name, tensor.to(spec.dtype))
+
+    def _meet(self) -> None:
+        """Which of how many ranks this is, and what the others' rehearsals found in modules this one lacks."""
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        for kinds, floats, consumed in self._exchange((self.kinds, self.float_linears, sorted(self._consumed))):
+            self.kinds |= {name: kind for name, kind in kinds.items() if name not in self.kinds}
+            self.float_linears += [name for name in floats if name not in set(self.float_linears)]
+            self._consumed |= set(consumed)
+
+    def _exchange(self, own: T) -> list[T]:
+        """Everybody's `own`, by rank; names and sizes only."""
+        found: list[Any] = [own]
+        if self._world_size > 1:
+            found = [None] * self._world_size
+            with watchdog.waiting(f"{self.registered_name}: plan and written tensors"):
+                dist.all_gather_object(found, own)
+        return found
+
+    def _refuse_separate_disks(self) -> None:
+        """All ranks see the directory that rank 0 has made, or all refuse, before any layer."""
+        self._exchange(None)  # rank 0 has made it now
+        lacking = [rank for rank, sees in enumerate(self._exchange(self.directory.is_dir())) if not sees]
+        if lacking:
+            raise EnvError(
+                f"ranks {lacking} do not see {self.directory.parent} as rank 0 does",
+                "give a --save_path on a file system that all machines share",
+            )
+
+    def _layer_of(self, module: str) -> str:
+        layers = self._layers
+        parts = module.split(".")
+        return next((name for i in range(len(parts), 0, -1) if (name := ".".join(parts[:i])) in layers), "")
 
     def _all_documents(self, plan: ShardPlan, specs: dict[str, TensorSpec]) -> dict[str, str]:
         text = (self.context.adapter.checkpoint.path / "config.json").read_bytes().decode()
