@@ -14,18 +14,24 @@ class LayerStructure:
         norm_linears: norm → the linears that read its output, all of them.
         ov: (v, o): the value projection and the output projection that mixes the heads' values.
         up_down: (up, down): a linear whose output reaches `down` through products only.
+        linear_linear: (first, second): `second` reads the output of `first` and nothing else does.
         fused: linears that engines fuse into one: same scheme, same activation scale.
         row_parallel: linears that engines split along their input; every other one along its output.
         heads: query heads.
         kv_heads: key-value heads.
-        head_width: channels of one head.
+        head_width: channels of one head's values.
+        value_rows: (start, stop) of the rows of the value projection that make values, in the order of the key-value
+            heads; empty where all of them do. A linear that makes queries, keys and values has one such range, one
+            that interleaves heads has one a head.
     """
 
     norm_linears: tuple[tuple[str, tuple[str, ...]], ...] = ()
     ov: tuple[tuple[str, str], ...] = ()
     up_down: tuple[tuple[str, str], ...] = ()
+    linear_linear: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
     row_parallel: frozenset[str] = field(default_factory=frozenset)
     heads: int = 0
     kv_heads: int = 0
     head_width: int = 0
+    value_rows: tuple[tuple[int, int], ...] = ()
