@@ -1,0 +1,147 @@
+"""What smoothing has to know of the inputs of linears, over all calibration samples and all ranks.
+
+Ranges and counts are exact in any order; means and Gram matrices are added up by the store's fixed tree; a few tokens
+of each sample stay on the rank that forwarded it, for objectives that are summed a sample at a time. So every rank
+decides from the same numbers, whatever the number of ranks.
+
+Letters: T tokens, I input columns.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from msmodelslim.distributed import DistHelper, StatStore, sync_base_operation
+from msmodelslim.errors import InvalidModelError
+from msmodelslim.processor.smooth_rescale import wide
+
+TOKENS = 512  # kept for an objective, over all samples; the loss of 512 tokens ranks exponents as that of all does
+_NO_SAMPLE = torch.iinfo(torch.int64).max
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+@dataclass(frozen=True)
+class InputStats:
+    """The agreed statistics of one linear's input.
+
+    Args:
+        minimum_I, maximum_I: extrema of each column over all tokens, float32 (float64 for a float64 model).
+        mean_I: mean |x| of each column; None unless asked for.
+        gram_II: sum of x xᵀ over all tokens; None unless asked for.
+        tokens: the tokens this rank kept, a sample: global number → [T, I] in the model's type; empty unless asked for.
+    """
+
+    minimum_I: Tensor  # noqa: N815 - a tensor's name ends in its axes
+    maximum_I: Tensor  # noqa: N815
+    mean_I: Tensor | None  # noqa: N815
+    gram_II: Tensor | None  # noqa: N815
+    tokens: dict[int, Tensor]
+
+    @property
+    def absmax_I(self) -> Tensor:  # noqa: N802 - as above
+        """Largest |x| of each column."""
+        return torch.maximum(-self.minimum_I, self.maximum_I)
+
+
+class InputStatistics:
+    """Collects the input statistics of watched linears while samples flow; never communicates before `agree`.
+
+    Args:
+        store: of the run; its `sample_ids` are this rank's.
+        sample_id: says which sample is being forwarded.
+        tokens_a_sample: how many tokens of a sample are kept for those who ask for tokens.
+    """
+
+    def __init__(self, store: StatStore, sample_id: Callable[[], int], tokens_a_sample: int) -> None:
+        self._store = store
+        self._sample_id = sample_id
+        self._tokens_a_sample = tokens_a_sample
+        self._tokens: dict[str, dict[int, list[Tensor]]] = {}
+        self._handles: list[Any] = []
+
+    def watch(self, name: str, module: nn.Module, *, mean: bool, gram: bool, tokens: bool) -> None:
+        """Collect from the first argument of every call of `module`, under its full name."""
+        self._tokens[name] = {}
+
+        def measure(_: nn.Module, args: tuple[Any, ...]) -> None:
+            x_TI = args[0].reshape(-1, args[0].shape[-1])
+            if not len(x_TI):  # an expert that this sample does not reach is handed an empty tensor
+                return
+            sample, store = self._sample_id(), self._store
+            low_I, high_I = torch.aminmax(x_TI, dim=0)
+            finite = torch.isfinite(low_I).all() & torch.isfinite(high_I).all()
+            store.add_min(f"{name}:min", sample, low_I)
+            store.add_max(f"{name}:max", sample, high_I)
+            store.add_min(f"{name}:not finite", sample, torch.where(finite, _NO_SAMPLE, sample))
+            if mean:
+                store.add_sum(f"{name}:sum", sample, wide(x_TI).abs().sum(0))
+                store.add_count(f"{name}:tokens", sample, torch.tensor(len(x_TI)))
+            if gram:
+                store.add_sum(f"{name}:gram", sample, wide(x_TI).T @ wide(x_TI))
+            if tokens:
+                kept = kept_tokens(len(x_TI), self._tokens_a_sample, sample)
+                self._tokens[name].setdefault(sample, []).append(x_TI[kept.to(x_TI.device)])
+
+        self._handles.append(module.register_forward_pre_hook(measure))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def agree(self, shared: DistHelper | None) -> dict[str, InputStats]:
+        """Name → statistics of all ranks; without the linears that no sample reached on any rank.
+
+        Raises:
+            InvalidModelError: an input was not finite; names the linear and the first sample.
+        """
+        found = self._store.agree(shared)
+        stats = {}
+        for name in sorted({stream.partition(":")[0] for stream in found}):
+            values = {word: found[f"{name}:{word}"].value for word in _WORDS if f"{name}:{word}" in found}
+            bad = values["not finite"]
+            assert bad is not None and values["min"] is not None and values["max"] is not None, f"{name} was seen"
+            if int(bad) != _NO_SAMPLE:
+                raise InvalidModelError(
+                    f"{name}: its input is not finite in calibration sample {int(bad)}",
+                    "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
+                )
+            total_I, tokens = values.get("sum"), values.get("tokens")
+            kept = self._tokens.pop(name, {})
+            stats[name] = InputStats(
+                values["min"],
+                values["max"],
+                None if total_I is None or tokens is None else total_I / tokens,
+                values.get("gram"),
+                {sample: torch.cat(parts) for sample, parts in kept.items()},
+            )
+        self._tokens.clear()
+        return stats
+
+
+_WORDS = ("min", "max", "not finite", "sum", "tokens", "gram")
+
+
+def sample_count(sample_ids: Sequence[int]) -> int:
+    """Samples over all ranks, from this rank's global numbers; every rank calls it."""
+    highest = torch.tensor(max(sample_ids, default=-1))
+    if dist.is_available() and dist.is_initialized():
+        sync_base_operation(highest, "max", name="number of samples")
+    return int(highest) + 1
+
+
+def kept_tokens(tokens: int, quota: int, sample: int) -> Tensor:
+    """Which tokens of a sample are kept: evenly spaced, from a start that differs from sample to sample.
+
+    It depends on the sample alone, so the set is the same on any number of ranks; and no place, the first one least of
+    all, is in every sample.
+    """
+    if tokens <= quota:
+        return torch.arange(tokens)
+    start = sample * _GOLDEN % 1
+    return ((torch.arange(quota, dtype=torch.float64) + start) * (tokens / quota)).long()
