@@ -1,0 +1,194 @@
+"""The one engine of the smoothing family: move range from activations into weights, where nothing is left at run time.
+
+A preset says how a factor follows from what a forward shows (`Plan`); the engine does the rest. It looks at the inputs
+of each subgraph's consumers in one forward, lets the ranks agree, scales up-down, ov, linear-linear and norm-linear in
+this order (each sees the weights as the ones before left them), and puts the new tensors in place when all are known.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, Field
+from torch import Tensor, nn
+
+from msmodelslim.distributed import DistHelper, StatStore
+from msmodelslim.errors import InvalidModelError, UnsupportedError
+from msmodelslim.ir.quantize import refuse_shape
+from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
+from msmodelslim.processor.patterns import Pattern, Selection
+from msmodelslim.processor.smooth_rescale import LayerRescale
+from msmodelslim.processor.smooth_search import Case, Exponents, ExponentSearch, Plan, weight_size
+from msmodelslim.processor.smooth_statistics import TOKENS, InputStatistics, InputStats, sample_count
+from msmodelslim.processor.smooth_subgraphs import NormReaders, Subgraph, SubgraphKind, declared, refuse_subgraph
+
+KindName = Literal["norm-linear", "linear-linear", "ov", "up-down"]
+
+
+class SmoothConfig(BaseModel, frozen=True, extra="forbid"):
+    """Options that all presets have."""
+
+    enable_subgraph_type: tuple[KindName, ...] = Field(
+        ("norm-linear", "linear-linear", "ov", "up-down"),
+        min_length=1,
+        description="kinds of producers whose channels are scaled",
+    )
+    include: tuple[Pattern, ...] | None = Field(None, description="producers to scale (norm, v, up); all when left out")
+    exclude: tuple[Pattern, ...] | None = Field(None, description="producers to leave alone; wins over include")
+
+
+class SmoothProcessor(BaseSessionProcessor, ABC):
+    """Scales the channels between the producers and consumers of a layer; the layer computes what it did.
+
+    Attributes:
+        chosen: full name of each scaled producer → its exponents.
+    """
+
+    def __init__(self, config: Any, context: RunContext) -> None:
+        super().__init__(config, context)
+        self.chosen: dict[str, Exponents] = {}
+        self._plan = self.plan()
+        self._selection = Selection(("*",) if config.include is None else config.include, config.exclude or ())
+        self._store: StatStore | None = None
+        self._quota = 0
+        self._shared: DistHelper | None = None
+        self._subgraphs: list[Subgraph] = []
+        self._inputs: InputStatistics | None = None
+        self._readers: NormReaders | None = None
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """What this preset makes of the engine."""
+
+    def support_distributed(self) -> bool:
+        return True  # every decision follows from what the ranks agreed on
+
+    def rehearse(self, request: BatchProcessRequest) -> None:
+        modules = _modules(request)
+        for subgraph in self._declared(request):
+            self._selection.count(subgraph.source)
+            if not self._selection.selects(subgraph.source):
+                continue
+            refuse_subgraph(subgraph, modules, self._plan.shift)
+            if self._plan.stages:
+                for name in subgraph.targets:
+                    rows, columns = modules[name].get_parameter("weight").shape
+                    refuse_shape(self._plan.scheme, rows, columns, name)
+
+    def pre_run(self) -> None:
+        self.context.record.patterns += self._selection.as_records(self.registered_name)
+
+    def preprocess(self, request: BatchProcessRequest) -> None:
+        if self._store is None:
+            samples = sample_count(request.sample_ids)
+            self._store = StatStore(request.sample_ids, samples, device=self.context.device)
+            self._quota = max(1, TOKENS // max(samples, 1))
+        modules = _modules(request)
+        self._subgraphs = [one for one in self._declared(request) if self._selection.selects(one.source)]
+        if dist.is_available() and dist.is_initialized():
+            self._shared = DistHelper(request.module, prefix=request.name)
+            self._refuse_half_shared(self._shared)
+        for subgraph in self._subgraphs:
+            refuse_subgraph(subgraph, modules, self._plan.shift)
+        self._inputs = InputStatistics(self._store, lambda: request.sample_id, self._quota)
+        for subgraph in self._subgraphs:
+            first = modules[subgraph.targets[0]]
+            width = first.get_parameter("weight").shape[1]
+            self._inputs.watch(
+                subgraph.targets[0],
+                first,
+                mean=self._plan.formula.act == "mean",
+                gram=self._plan.needs_gram(width),
+                tokens=self._plan.needs_tokens(width),
+            )
+        norms = [one.source for one in self._subgraphs if one.kind is SubgraphKind.NORM_LINEAR]
+        self._readers = NormReaders(request.module, request.name, norms, lambda: request.sample_id)
+
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        assert self._inputs is not None and self._readers is not None and self._store is not None, "preprocess ran"
+        self._inputs.close()
+        self._readers.close()
+        self._readers.refuse_others(self._subgraphs)
+        stats = self._inputs.agree(self._shared)
+        rescale = LayerRescale(_modules(request))
+        search = ExponentSearch(self._plan, self._store, self.context.adapter.dtype, self._shared)
+        for kind in SubgraphKind:
+            if kind in self.config.enable_subgraph_type:
+                self._scale(self._cases(kind, stats, rescale), search, rescale)
+        rescale.commit()
+        self._inputs = self._readers = self._shared = None
+
+    def abort(self) -> None:
+        for watching in (self._inputs, self._readers):
+            if watching is not None:
+                watching.close()
+
+    def _declared(self, request: BatchProcessRequest) -> list[Subgraph]:
+        structure = self.context.adapter.structure(request.module)
+        return declared(structure, request.name, self.config.enable_subgraph_type)
+
+    def _cases(self, kind: SubgraphKind, stats: dict[str, InputStats], rescale: LayerRescale) -> list[Case]:
+        cases = []
+        for subgraph in self._subgraphs:
+            if subgraph.kind is not kind:
+                continue
+            seen = stats.get(subgraph.targets[0])
+            if seen is None:
+                self._fall_back(subgraph, f"no calibration sample reached {subgraph.targets[0]}")
+                continue
+            weight_I = weight_size(rescale, subgraph.targets, self._plan.formula, self._plan.scheme.weight)
+            if not torch.isfinite(weight_I).all():
+                raise InvalidModelError(
+                    f"{', '.join(subgraph.targets)}: a weight is infinite or NaN",
+                    f"check the checkpoint for damage, or exclude {subgraph.source} from smoothing",
+                )
+            cases.append(Case(subgraph, seen, self._act_size(subgraph, seen), weight_I))
+        return cases
+
+    def _scale(self, cases: list[Case], search: ExponentSearch, rescale: LayerRescale) -> None:
+        for case, exponents in zip(cases, search.choose(cases, rescale), strict=True):
+            subgraph, seen = case.subgraph, case.stats
+            factor_C = case.factors(exponents, self._plan.formula)
+            shift_C = (seen.minimum_I + seen.maximum_I) / 2 if self._is_shifted(subgraph) else None
+            problem = rescale.apply(subgraph, factor_C, shift_C)
+            if problem:
+                self._fall_back(subgraph, problem)
+            else:
+                self.chosen[subgraph.source] = exponents
+
+    def _act_size(self, subgraph: Subgraph, seen: InputStats) -> Tensor:
+        if self._is_shifted(subgraph):
+            return (seen.maximum_I - seen.minimum_I) / 2
+        if self._plan.formula.act == "absmax":
+            return seen.absmax_I
+        assert seen.mean_I is not None, "the mean was asked for"
+        return seen.mean_I
+
+    def _is_shifted(self, subgraph: Subgraph) -> bool:
+        return self._plan.shift and subgraph.kind is SubgraphKind.NORM_LINEAR
+
+    def _fall_back(self, subgraph: Subgraph, why: str) -> None:
+        self.context.record.fallbacks.append(
+            {"module": subgraph.source, "what": f"not scaled by {self.registered_name}", "why": why}
+        )
+
+    def _refuse_half_shared(self, shared: DistHelper) -> None:
+        """Raise where some ranks hold a subgraph's member and others do not: their factors would differ.
+
+        Raises:
+            UnsupportedError: names the subgraph and the member.
+        """
+        for subgraph in self._subgraphs:
+            members = (subgraph.source, *subgraph.targets)
+            alone = [name for name in members if shared.is_local_only(name)]
+            if alone and len(alone) < len(members):
+                raise UnsupportedError(
+                    f"{subgraph.source}: {', '.join(alone)} is on some ranks only, so ranks would scale it differently",
+                    f"exclude {subgraph.source} from smoothing",
+                )
+
+
+def _modules(request: BatchProcessRequest) -> dict[str, nn.Module]:
+    """Full name → module of a layer."""
+    return dict(request.module.named_modules(prefix=request.name))
