@@ -87,8 +87,10 @@ class AscendV1Saver(BaseSaver):
             description="engine and version that shall load it; unchecked writes every layout there is",
         )
 
-    def __init__(self, config: "AscendV1Saver.Config", context: RunContext, save_path: Path) -> None:
-        super().__init__(config, context, save_path)
+    def __init__(
+        self, config: "AscendV1Saver.Config", context: RunContext, save_path: Path, leader: int | None = None
+    ) -> None:
+        super().__init__(config, context, save_path, leader)
         self._schemes: dict[str, LinearScheme] = {}
 
     def export(self, name: str, module: QuantLinear) -> tuple[dict[str, Tensor], str]:

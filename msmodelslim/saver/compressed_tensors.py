@@ -55,8 +55,10 @@ class CompressedTensorsSaver(BaseSaver):
             "any", description="engine and version that shall load it; any asks that at least one of them does"
         )
 
-    def __init__(self, config: "CompressedTensorsSaver.Config", context: RunContext, save_path: Path) -> None:
-        super().__init__(config, context, save_path)
+    def __init__(
+        self, config: "CompressedTensorsSaver.Config", context: RunContext, save_path: Path, leader: int | None = None
+    ) -> None:
+        super().__init__(config, context, save_path, leader)
         self._schemes: dict[str, LinearScheme] = {}
 
     def export(self, name: str, module: QuantLinear) -> tuple[dict[str, Tensor], str]:

@@ -48,10 +48,19 @@ def row_errors(source_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> RowErr
     errors, bounds, sizes = [], [], []
     for start, part in _row_chunks(codes, scheme):
         weight_RI = source_OI[start : start + part.codes_OI.shape[0]].float()
-        errors.append((weight_RI - dequantize_weight(part, scheme)).square_().sum(1, dtype=torch.float64))
-        bounds.append(_reach(part, scheme).square_().sum(1, dtype=torch.float64))
-        sizes.append(weight_RI.square().sum(1, dtype=torch.float64))
-    return RowErrors(*(torch.cat(parts).sqrt_() for parts in (errors, bounds, sizes)))
+        errors.append((weight_RI - dequantize_weight(part, scheme)).norm(dim=1))
+        bounds.append(_row_reach(part, scheme))
+        sizes.append(weight_RI.norm(dim=1))
+    return RowErrors(*(torch.cat(parts).double() for parts in (errors, bounds, sizes)))
+
+
+def _row_reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
+    """‖…‖ of `_reach` over each row."""
+    if scheme.dtype not in _EXTREMES or scheme.scope is QScope.PER_GROUP:
+        return _reach(codes, scheme).norm(dim=1)
+    lowest, highest = _EXTREMES[scheme.dtype]
+    outermost_R = ((codes.codes_OI == lowest) | (codes.codes_OI == highest)).sum(1)
+    return codes.scale.flatten() * (0.5**2 * codes.codes_OI.shape[1] + (1.5**2 - 0.5**2) * outermost_R).sqrt()
 
 
 def _reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
@@ -74,7 +83,8 @@ def _reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
         size_RI = codes.codes_OI.float().abs()
         exponent_RI = torch.frexp(size_RI).exponent - 1
         steps_RI = torch.exp2((exponent_RI.clamp(min=-6) - 4).float())  # E4M3: 8 steps an octave, half of one
-        steps_RI = torch.where(size_RI >= 448, 64.0, steps_RI)  # MX blocks saturate what lies between 448 and 512
+        # MX blocks saturate what lies between 448 and 512; with other scales the largest is 448, but for their rounding.
+        steps_RI = torch.where(size_RI >= 448, 64.0 if scheme.is_mx else 18.0, steps_RI)
     if scheme.is_mx:
         power_RG = torch.exp2(codes.scale.float() - 127)
         return steps_RI * power_RG.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]

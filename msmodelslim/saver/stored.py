@@ -68,7 +68,7 @@ class StoredModel:
             opened.seek(info.start)
             return torch.frombuffer(bytearray(opened.read(info.nbytes)), dtype=info.dtype).reshape(info.shape)
 
-    def pieces(self, name: str, most_bytes: int = 16 << 20) -> Iterator[Tensor]:
+    def pieces(self, name: str, most_bytes: int = 4 << 20) -> Iterator[Tensor]:
         """The stored values in order, flat, some at a time."""
         info = self.infos[name]
         step = most_bytes // info.dtype.itemsize * info.dtype.itemsize
