@@ -4,7 +4,7 @@ Memory: one linear at a time.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from msmodelslim.artifact.directory import open_directory
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.model.checkpoint import Checkpoint
 from msmodelslim.model.shard_header import TensorInfo
+from msmodelslim.report import REPORT_FILE
 from msmodelslim.saver.rounding_bound import row_errors
 from msmodelslim.saver.side_files import side_files
 from msmodelslim.saver.stored import BaseReader, Finding, StoredModel
 from msmodelslim.saver.tied_head import tied_head
 
 _LEFTOVERS = ("*.bin", "*.pt", "*.pth", "consolidated*")
-_PIECE_BYTES = 16 << 20
 
 
 @dataclass
@@ -43,17 +43,19 @@ class Verification:
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
-def verify_directory(path: Path, source: Path | None = None) -> list[Finding]:
+def verify_directory(path: Path, source: Path | None = None, rewritten: Collection[str] | None = None) -> list[Finding]:
     """Broken rules of a written directory; none for a good one.
 
     Args:
         path: the directory.
         source: the checkpoint it was made from; then weights are rebuilt and compared, and nothing may be missing.
+        rewritten: tensors that a step changed or added on purpose, by their name in the source ("….up_proj.weight"), so
+            that they cannot be compared; None takes the list `rewritten` of the directory's report.
 
     Raises:
         InvalidModelError: `path` holds no model, or `source` is no whole checkpoint.
     """
-    return verify(Path(path), None if source is None else Path(source)).findings
+    return verify(Path(path), None if source is None else Path(source), rewritten).findings
 
 
 def verify_main(path: Path, source: Path | None) -> int:
@@ -73,7 +75,7 @@ def verify_main(path: Path, source: Path | None) -> int:
     return 1 if found.findings else 0
 
 
-def verify(path: Path, source: Path | None) -> Verification:
+def verify(path: Path, source: Path | None, rewritten: Collection[str] | None = None) -> Verification:
     """As `verify_directory`, with what was counted and measured."""
     opened = open_directory(path)
     stored, reader, findings = opened.stored, opened.reader, opened.findings
@@ -84,6 +86,7 @@ def verify(path: Path, source: Path | None) -> Verification:
     if not opened.whole:
         return found
     checkpoint = None if source is None else Checkpoint(source)
+    changed = _rewritten_by_report(path) if rewritten is None else set(rewritten)
     kinds = reader.kinds()
     for kind in kinds.values():
         found.modules[kind] = found.modules.get(kind, 0) + 1
@@ -94,9 +97,10 @@ def verify(path: Path, source: Path | None) -> Verification:
     broken = {module for module in kinds for finding in rules if finding.place.startswith(module)}
     for module, kind in kinds.items():
         if module not in broken:
-            _check_linear(reader, module, kind, checkpoint, found)
+            known = None if f"{module}.weight" in changed else checkpoint
+            _check_linear(reader, module, kind, known, found)
     if checkpoint is not None:
-        found.findings += _check_carried(stored, kinds, checkpoint)
+        found.findings += _check_carried(stored, kinds, checkpoint, changed)
         found.findings += _check_side_files(path, checkpoint)
     return found
 
@@ -215,7 +219,14 @@ def _check_consistent(reader: BaseReader, module: str, linear: QuantLinear) -> I
                 yield Finding(info.name, f"{off} of its values do not follow from the module's other tensors")
 
 
-def _check_carried(stored: StoredModel, kinds: Mapping[str, str], checkpoint: Checkpoint) -> Iterator[Finding]:
+def _rewritten_by_report(path: Path) -> set[str]:
+    report = path / REPORT_FILE
+    return set(json.loads(report.read_text(encoding="utf-8")).get("rewritten", [])) if report.is_file() else set()
+
+
+def _check_carried(
+    stored: StoredModel, kinds: Mapping[str, str], checkpoint: Checkpoint, changed: set[str]
+) -> Iterator[Finding]:
     """Everything of the source is here: quantized, unchanged, or gone for a reason."""
     scales = {checkpoint.scale_name(name) for name in checkpoint.tensors if checkpoint.is_fp8_block(name)}
     head = tied_head(checkpoint)
@@ -227,11 +238,11 @@ def _check_carried(stored: StoredModel, kinds: Mapping[str, str], checkpoint: Ch
         if found is None:
             if not (name == head.name and head.equal):
                 yield Finding(name, "is in the source and in no file here")
-        elif not _same_values(stored, found, checkpoint, info, exact=module not in kinds):
+        elif name not in changed and not _same_values(stored, found, checkpoint, info, exact=module not in kinds):
             yield Finding(name, "differs from the source, and it is not quantized")
     for name in stored.infos:
         module, _, suffix = name.rpartition(".")
-        if name not in checkpoint.tensors and module not in kinds and suffix != "bias":
+        if name not in checkpoint.tensors and module not in kinds and suffix != "bias" and name not in changed:
             yield Finding(name, "is not in the source; loaders have no place for it")
 
 
@@ -239,22 +250,13 @@ def _same_values(stored: StoredModel, found: TensorInfo, checkpoint: Checkpoint,
     """Byte for byte, or by value where the type may have changed (decoded FP8, the bias of a quantized linear)."""
     if tuple(found.shape) != tuple(info.shape):
         return False
-    if checkpoint.is_fp8_block(info.name):
-        wanted = checkpoint.weight(info.name, found.dtype).flatten()
-    elif exact and found.dtype != info.dtype:
+    if found.dtype == info.dtype and not checkpoint.is_fp8_block(info.name):
+        source = StoredModel(checkpoint.path, {}, {info.name: info})
+        pairs = zip(stored.pieces(found.name), source.pieces(info.name), strict=True)
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+    if exact and not checkpoint.is_fp8_block(info.name):
         return False
-    else:
-        wanted = checkpoint.tensor(info.name).flatten()
-    start = 0
-    for piece in stored.pieces(found.name, _PIECE_BYTES):
-        part = wanted[start : start + len(piece)]
-        start += len(piece)
-        if part.dtype == piece.dtype:
-            if not torch.equal(part.contiguous().view(torch.uint8), piece.view(torch.uint8)):
-                return False
-        elif not torch.equal(part.to(piece.dtype), piece):
-            return False
-    return True
+    return torch.equal(stored.tensor(found.name), checkpoint.weight(info.name, found.dtype))
 
 
 def _check_side_files(path: Path, checkpoint: Checkpoint) -> Iterator[Finding]:

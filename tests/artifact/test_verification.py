@@ -1,5 +1,6 @@
 """A good directory has no findings; each way of breaking it has one that names the place."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -497,6 +498,18 @@ def test_what_was_not_quantized_must_be_as_in_the_source(
         "generation_config.json: is missing; the source has it beside its weights",
     ):
         assert text in found
+
+
+def test_what_a_step_rewrote_is_not_compared(t_bias: Path, tmp_path: Path, made: Callable[..., Path]) -> None:
+    out = made(tmp_path / "out", "ascend", r.W8A8_DYNAMIC)
+    change_tensor(out, "model.norm.weight", row(0, 1.5))
+    change_tensor(out, f"{UP}.weight_scale", row(5, 2))
+    assert len(texts(out, t_bias)) == 2
+    names = ["model.norm.weight", f"{UP}.weight"]
+    assert verify_directory(out, t_bias, names) == []
+    (out / "quant_report.json").write_text(json.dumps({"rewritten": names[:1]}))
+    (left,) = texts(out, t_bias)
+    assert left.startswith(f"{UP}: 1 of 128 rows")
 
 
 def test_another_model_s_source_is_noticed(tmp_path: Path, made: Callable[..., Path]) -> None:
