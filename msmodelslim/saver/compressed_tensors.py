@@ -31,8 +31,8 @@ _TRANSFORMERS = {
 }
 #: what vLLM 0.32 for CPUs serves; docs/formats.md says how that was found
 _VLLM = {
-    *("W8A8", "W8A8 static", "W8A8 static act_asym", "W4A16", "W4A16 group", "W4A16 group asym", "W4A8", "W4A8 group"),
-    *("FP8_DYNAMIC",),
+    *("W8A8", "W8A8 static", "W8A8 static act_asym", "W4A16 group", "W4A16 group asym", "W4A8", "W4A8 group"),
+    "FP8_DYNAMIC",
 }
 #: engine and version → kinds; "any": at least one of the two
 TARGETS: dict[str, set[str]] = {

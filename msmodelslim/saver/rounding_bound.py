@@ -83,7 +83,7 @@ def _reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
         size_RI = codes.codes_OI.float().abs()
         exponent_RI = torch.frexp(size_RI).exponent - 1
         steps_RI = torch.exp2((exponent_RI.clamp(min=-6) - 4).float())  # E4M3: 8 steps an octave, half of one
-        # MX blocks saturate what lies between 448 and 512; with other scales the largest is 448, but for their rounding.
+        # MX blocks saturate between 448 and 512; other scales make the largest weight 448, but for their own rounding.
         steps_RI = torch.where(size_RI >= 448, 64.0 if scheme.is_mx else 18.0, steps_RI)
     if scheme.is_mx:
         power_RG = torch.exp2(codes.scale.float() - 127)
