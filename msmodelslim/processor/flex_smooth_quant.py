@@ -12,7 +12,6 @@ from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -113,7 +112,3 @@ class FlexStatsCollector:
                 order = None if self._sample_id is None else self._samples[name]
                 merged = sync_gather_tensor_lists(self.act_stats[name][StatKey.TENSOR], on_cpu, order=order, name=name)
                 self.act_stats[name][StatKey.TENSOR] = merged
-
-    def concatenated(self, name: str) -> Tensor:
-        """[tokens, channels]: all that is kept of a module."""
-        return torch.cat(self.act_stats[name][StatKey.TENSOR])
