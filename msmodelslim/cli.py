@@ -97,13 +97,9 @@ def quant(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Check a written directory against its format and, with --source, against the model it came from."""
-    from msmodelslim.artifact import verify_directory
+    from msmodelslim.artifact import verify_main
 
-    findings = verify_directory(args.directory, args.source)
-    for finding in findings:
-        print(finding)
-    print(f"{args.directory}: " + (f"{len(findings)} findings" if findings else "no findings"))
-    return 1 if findings else 0
+    return verify_main(args.directory, args.source)
 
 
 def inspect(args: argparse.Namespace) -> None:

@@ -281,6 +281,21 @@ def test_eval_hands_over_what_the_words_said(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
+def test_verify_and_inspect_hand_over_their_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    stand_in = ModuleType("msmodelslim.artifact")
+
+    def verify(path: Path, source: Path | None) -> int:
+        seen.append((path, source))
+        return 0 if source is None else 1
+
+    vars(stand_in)["verify_main"] = verify
+    vars(stand_in)["inspect_directory"] = lambda *args: seen.append(args)
+    monkeypatch.setitem(sys.modules, "msmodelslim.artifact", stand_in)
+    assert [main(["verify", "out"]), main(["verify", "out", "--source", "in"]), main(["inspect", "out"])] == [0, 1, 0]
+    assert seen == [(Path("out"), None), (Path("out"), Path("in")), (Path("out"),)]
+
+
 def test_a_users_error_is_one_message_and_debug_adds_the_traceback(
     capsys: pytest.CaptureFixture[str], run_of: Any
 ) -> None:
