@@ -21,7 +21,7 @@ from msmodelslim.report import REPORT_FILE
 from msmodelslim.saver.rounding_bound import row_errors
 from msmodelslim.saver.side_files import side_files
 from msmodelslim.saver.stored import BaseReader, Finding, StoredModel
-from msmodelslim.saver.tied_head import tied_head
+from msmodelslim.saver.tied_head import EMBEDDING_NAMES, HEAD_NAMES, outermost, says_tied, tied_head
 
 _LEFTOVERS = ("*.bin", "*.pt", "*.pth", "consolidated*")
 
@@ -94,6 +94,7 @@ def verify(path: Path, source: Path | None, rewritten: Collection[str] | None = 
     rules = list(reader.check())
     found.findings += rules
     found.findings += _check_numbers(stored)
+    found.findings += _check_head(stored)
     broken = {module for module in kinds for finding in rules if finding.place.startswith(module)}
     for module, kind in kinds.items():
         if module not in broken:
@@ -154,6 +155,20 @@ def _check_numbers(stored: StoredModel) -> Iterator[Finding]:
             yield Finding(name, f"{bad} of its numbers are infinite or NaN")
         if low:
             yield Finding(name, f"{low} of its scales are not above zero")
+
+
+def _check_head(stored: StoredModel) -> Iterator[Finding]:
+    """A head that the config calls tied is dropped by loaders, so it must be the embedding."""
+    head, embedding = (outermost(stored.infos, names) for names in (HEAD_NAMES, EMBEDDING_NAMES))
+    if head is None or embedding is None or not says_tied(stored.config):
+        return
+    same = (stored.infos[head].dtype, stored.infos[head].shape) == (
+        stored.infos[embedding].dtype,
+        stored.infos[embedding].shape,
+    )
+    pairs = zip(stored.pieces(head), stored.pieces(embedding), strict=False)
+    if not same or not all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs):
+        yield Finding(head, f"differs from {embedding}, and config.json says they are tied: loaders drop it")
 
 
 def _as_numbers(piece: Tensor, suffix: str) -> Tensor:

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from msmodelslim.artifact import inspect_directory
 from msmodelslim.artifact.inspection import tensor_parallel_degrees
@@ -58,8 +59,6 @@ def test_packed_weights_count_as_the_float_weights_they_replace(
     assert stored < source
     found = printed(tmp_path / "out", capsys)
     total = float(found.split("all ")[1].split(" ")[1].rstrip("%")) / 100
-    from safetensors.torch import load_file
-
     written = sum(t.numel() * t.element_size() for t in load_file(tmp_path / "out" / "model.safetensors").values())
     assert total == pytest.approx(written / source, abs=6e-4)
 

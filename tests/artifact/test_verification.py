@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from msmodelslim.artifact import verify_directory, verify_main
 from msmodelslim.artifact.verification import verify
@@ -250,6 +250,10 @@ ASCEND_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda p: change_tensor(p, f"{UP}.weight_scale", row(2, 0)),
         f"{UP}.weight_scale: 1 of its scales are not above zero",
     ),
+    "a head that is not the embedding it is tied to": (
+        lambda p: edit_json(p / "config.json", lambda c: c.update(tie_word_embeddings=True)),
+        "lm_head.weight: differs from model.embed_tokens.weight, and config.json says they are tied: loaders drop it",
+    ),
     "no config.json": (lambda p: (p / "config.json").unlink(), "config.json: is missing"),
     "a broken config.json": (lambda p: (p / "config.json").write_text("{"), "config.json: is not JSON"),
     "a truncated file": (
@@ -261,10 +265,7 @@ ASCEND_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def _add(path: Path, name: str, tensor: torch.Tensor) -> None:
     """A new tensor, described like its module."""
-    change_tensor(path, "model.norm.weight", lambda t: t)
     file = next(path.glob("*.safetensors"))
-    from safetensors.torch import load_file
-
     save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
     edit_json(path / DESCRIPTION, lambda d: d.update({name: "W8A8"}))
 
@@ -404,8 +405,6 @@ COMPRESSED_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 def _add_ct(path: Path, name: str) -> None:
-    from safetensors.torch import load_file
-
     tensors = load_file(path / "model.safetensors")
     save_file(
         {**tensors, name: torch.zeros(1, dtype=torch.int8)}, path / "model.safetensors", metadata={"format": "pt"}
