@@ -72,11 +72,13 @@ $(SERVING)/.installed: $(VENV)/.made
 	$(SERVING)/bin/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	@touch $@
 
-$(CACHE)/served-w8a8: $(VENV)/.installed | model
-	$(BIN)/msmodelslim quant --model_path $(CACHE)/smollm2 --save_path $@ --quant_type w8a8 --tag vllm --device cpu --yes
+SERVED := w8a8 w4a16
 
-test-serving: $(SERVING)/.installed $(CACHE)/served-w8a8
-	$(SERVING)/bin/python tests/serving/serve_vllm.py $(CACHE)/smollm2 $(CACHE)/served-w8a8
+test-serving: $(SERVING)/.installed $(VENV)/.installed model
+	@for type in $(SERVED); do \
+	  $(BIN)/msmodelslim quant --model_path $(CACHE)/smollm2 --save_path $(CACHE)/served-$$type --quant_type $$type \
+	    --tag vLLM CPU --device cpu --overwrite || exit 1; done
+	$(SERVING)/bin/python tests/serving/serve_vllm.py $(CACHE)/smollm2 $(SERVED:%=$(CACHE)/served-%)
 
 bench: $(VENV)/.installed-dev model
 	$(BIN)/python benchmarks/memory_depth.py

@@ -1,12 +1,15 @@
-"""vLLM serves a compressed-tensors result as transformers computes it; runs in vLLM's own environment.
+"""vLLM serves compressed-tensors results as transformers computes them; runs in vLLM's own environment.
 
-    python tests/serving/serve_vllm.py SOURCE RESULT      (`make test-serving` prepares everything)
+    python tests/serving/serve_vllm.py SOURCE RESULT...      (`make test-serving` prepares everything)
 
-Next-token distributions of a few prompts are compared: the result in vLLM with the same directory in transformers
-(which must agree closely: the engine reads what was written) and with the source in vLLM (what quantization costs).
+Next-token distributions of a few prompts are compared, as KL divergence in nats: each result in vLLM with the same
+directory in transformers, and with the source in vLLM. Where only weights are quantized both engines compute the same
+function and differ by bfloat16 rounding alone. Where activations are, they choose slightly different scales
+(transformers divides the largest value by 127.5, vLLM by 127), so they are two samples of the same rounding noise.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -15,6 +18,7 @@ from pathlib import Path
 # Engine and worker in this process, no network; set before vllm is imported.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "TQDM_DISABLE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -31,8 +35,12 @@ from vllm import LLM, SamplingParams
 TEXT = Path(__file__).parents[2] / "msmodelslim" / "lab_calib" / "eval.txt"
 PROMPTS = 8
 PROMPT_LENGTH = 48
-SAME_MODEL_KL = 1e-3  # two implementations of the same bfloat16 arithmetic; measured ones lie near 1e-5
-QUANTIZED_KL = 0.1
+#: weights only: how much more the engines may differ on a result than they do on the source
+SAME_FUNCTION_RATIO = 5
+#: activations too: how much more they may differ than the quantization itself costs; two independent samples give 2
+SAME_NOISE_RATIO = 5
+#: a scale that the engine reads wrongly costs several nats
+QUANTIZED_KL = 0.5
 
 
 def prompts(model: Path) -> list[list[int]]:
@@ -69,31 +77,43 @@ def computed(model: Path, texts: list[list[int]]) -> torch.Tensor:
     return torch.log_softmax(torch.stack(logits).double(), dim=-1)
 
 
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """KL(expected ‖ found) a prompt, in nats."""
-    return (expected.exp() * (expected - found)).sum(dim=-1)
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """KL(expected ‖ found), the mean over the prompts, in nats."""
+    return float((expected.exp() * (expected - found)).sum(dim=-1).mean())
+
+
+def quantizes_activations(result: Path) -> bool:
+    """True when some group of the result's config quantizes inputs."""
+    block = json.loads((result / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    return any(group.get("input_activations") for group in block["config_groups"].values())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path)
-    parser.add_argument("result", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     options = parser.parse_args()
     torch.cpu._init_amx()  # vLLM's attention uses AMX without asking the kernel for it first
     texts = prompts(options.source)
-    start = time.perf_counter()
-    source, result = served(options.source, texts), served(options.result, texts)
-    seconds = time.perf_counter() - start
-    same = divergence(computed(options.result, texts), result)
-    cost = divergence(source, result)
-    agree = int((source.argmax(dim=-1) == result.argmax(dim=-1)).sum())
-    print(f"{PROMPTS} prompts of {PROMPT_LENGTH} tokens, {seconds:.1f} s in vLLM")
-    print(f"result, vLLM against transformers: largest KL {same.max():.2e} (limit {SAME_MODEL_KL})")
-    print(f"vLLM, result against source: mean KL {cost.mean():.2e} (limit {QUANTIZED_KL}), largest {cost.max():.2e}")
-    print(f"vLLM, result and source choose the same next token for {agree} of {PROMPTS}")
-    passed = bool(same.max() < SAME_MODEL_KL and cost.mean() < QUANTIZED_KL)
-    print(f"{int(passed)} passed, {int(not passed)} failed")
-    return 0 if passed else 1
+    source = served(options.source, texts)
+    noise = divergence(computed(options.source, texts), source)
+    print(f"{PROMPTS} prompts of {PROMPT_LENGTH} tokens; source, transformers against vLLM: KL {noise:.2e}")
+    failed = 0
+    for path in options.results:
+        start = time.perf_counter()
+        result = served(path, texts)
+        seconds = time.perf_counter() - start
+        cost = divergence(source, result)
+        same = divergence(computed(path, texts), result)
+        limit = SAME_NOISE_RATIO * cost if quantizes_activations(path) else SAME_FUNCTION_RATIO * noise
+        agree = int((source.argmax(dim=-1) == result.argmax(dim=-1)).sum())
+        passed = same < limit and cost < QUANTIZED_KL
+        failed += not passed
+        print(f"{path}: {'passed' if passed else 'FAILED'}, {seconds:.1f} s in vLLM")
+        print(f"  transformers against vLLM: KL {same:.2e}, limit {limit:.2e}")
+        print(f"  vLLM, source against it:   KL {cost:.2e}, limit {QUANTIZED_KL}; same token for {agree} of {PROMPTS}")
+    print(f"{len(options.results) - failed} passed, {failed} failed")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
