@@ -123,12 +123,13 @@ def _opened(
     path: Path, model_type: str | None, trust_remote_code: bool
 ) -> Iterator[tuple[ModelSlimPipelineInterfaceV1, BaseReader | None]]:
     """The model, and for a result the reader of its format."""
-    _, reader, findings = open_directory(path)
+    opened = open_directory(path)
+    reader = opened.reader
     if reader is None:
         yield open_model(path, model_type, trust_remote_code), None
         return
-    if findings:
-        raise InvalidModelError(f"{path} is damaged: {'; '.join(map(str, findings))}", "write it again")
+    if opened.findings:
+        raise InvalidModelError(f"{path} is damaged: {'; '.join(map(str, opened.findings))}", "write it again")
     with TemporaryDirectory(prefix="msmodelslim-eval-") as folder:
         try:
             _write_float_part(reader, Path(folder))
