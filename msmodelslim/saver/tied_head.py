@@ -1,6 +1,6 @@
 """Is the output head the embedding? Decided by the stored values, not by what the config says alone."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ def tied_head(checkpoint: Checkpoint) -> TiedHead:
     return TiedHead(head, equal, not equal)
 
 
-def says_tied(config: dict[str, Any]) -> bool:
+def says_tied(config: Mapping[str, Any]) -> bool:
     """True when config.json says so, for the model or for its language part."""
     return any(holder.get("tie_word_embeddings") is True for holder in (config, config.get("text_config") or {}))
 
