@@ -99,7 +99,9 @@ def quantize(model: Path, result: Path, quant_type: str, device: str, device_ids
         command += ["--device_id", *map(str, device_ids)]
     print("$", "msmodelslim", *command[3:], flush=True)
     start = time.perf_counter()
-    subprocess.run(command, check=True)
+    done = subprocess.run(command)
+    if done.returncode:
+        sys.exit(done.returncode)  # the command has said why
     seconds = time.perf_counter() - start
     return seconds, json.loads((result / "quant_report.json").read_text())["peak_memory_mib"]
 
