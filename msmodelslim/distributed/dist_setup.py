@@ -1,5 +1,6 @@
 """Joining and leaving the process group of a run, and the free port to meet at."""
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -8,13 +9,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from msmodelslim.errors import EnvError, SchemaValidateError
 
 #: Collectives wait as long as it takes: a slow local phase is no fault, and the watchdog judges who hangs.
 COLLECTIVE_TIMEOUT = timedelta(days=7)
+_MEETING_TIMEOUT = timedelta(minutes=30)  # until every rank has come
 _LOWEST_PORT, _HIGHEST_PORT = 1024, 65535
 _LOCAL = "127.0.0.1"
+_joined = itertools.count()  # how often this process has joined a group; equal on all ranks
 
 
 def is_rank_zero() -> bool:
@@ -52,7 +56,10 @@ def setup_distributed(
     master_port: int | None = None,
     device_index: int | None = None,
 ) -> None:
-    """Join the process group; the environment is afterwards as it was before.
+    """Join the process group; no environment variable is touched.
+
+    A process may join again after it has left, in step with the others: each time has its own names in the store where
+    ranks meet, which under an elastic launcher outlives the group.
 
     Args:
         rank: this process's place, 0 to world_size - 1.
@@ -73,16 +80,10 @@ def setup_distributed(
         raise EnvError("nothing says where the ranks meet", "give master_port, or set MASTER_ADDR and MASTER_PORT")
     if backend != dist.Backend.GLOO:
         torch.accelerator.set_device_index(rank if device_index is None else device_index)
-    variables = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    if master_port is not None:
-        variables |= {"MASTER_ADDR": _LOCAL, "MASTER_PORT": str(master_port)}
-    before = dict(os.environ)
-    os.environ.setdefault("MASTER_ADDR", _LOCAL)
-    os.environ.update(variables)
-    try:
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
-    finally:
-        restore_environment(before)
+    url = "env://" if master_port is None else f"tcp://{_LOCAL}:{master_port}"
+    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=_MEETING_TIMEOUT))
+    store = dist.PrefixStore(f"msmodelslim/{next(_joined)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
 @contextmanager
@@ -95,10 +96,3 @@ def process_group(
         yield
     finally:
         dist.destroy_process_group()
-
-
-def restore_environment(before: dict[str, str]) -> None:
-    """Make os.environ equal to `before`, touching only what differs."""
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
