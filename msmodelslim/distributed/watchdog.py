@@ -7,16 +7,26 @@ fault: `beat` now and then says that it goes on.
 """
 
 import json
+import logging
 import os
+import re
 import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+FINISHED, TERMINATED = "finished", "terminated"
+STACK_SIGNAL = signal.SIGUSR1
 _BEAT_BYTES = 2048  # a note is one write of fixed size, so a reader never sees half of one
 _WAITING_CHARS = 300
+_PERIOD_S = 0.2
+_START_S = 120.0  # until its first note a rank imports torch, which takes long from a cold disk
+_STACK_WAIT_S = 0.3
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Beat:
         place: where it is.
         waiting: the collective it waits in, or "".
         at_s: when it last made progress, on the machine's monotonic clock.
-        ended: "finished", "terminated" by SIGTERM, or "" while it runs.
+        ended: `FINISHED`, `TERMINATED` (by SIGTERM), or "" while it runs.
     """
 
     pid: int = 0
@@ -52,6 +62,22 @@ class Beat:
     def says(self, now_s: float) -> str:
         doing = f"waits in {self.waiting} at {self.place}" if self.waiting else f"is at {self.place}"
         return self.ended or f"{doing} since {now_s - self.at_s:.0f} s"
+
+
+def pid_file(folder: Path, rank: int) -> Path:
+    return folder / f"pid_{rank}"
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"beat_{rank}"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack_{rank}"
+
+
+def error_file(folder: Path, rank: int) -> Path:
+    return folder / f"error_{rank}"
 
 
 _beat = Beat()
@@ -96,6 +122,11 @@ def end_beats(ended: str) -> None:
     _write(_beat.place, "", ended)
 
 
+def has_ended() -> bool:
+    """Whether `end_beats` was called."""
+    return bool(_beat.ended)
+
+
 def _write(at: Place, waits_in: str, ended: str = "") -> None:
     global _beat
     _beat = Beat(os.getpid(), at, waits_in[:_WAITING_CHARS], time.monotonic(), ended)
@@ -105,17 +136,15 @@ def _write(at: Place, waits_in: str, ended: str = "") -> None:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """The latest note in `path`; None before the first."""
-    if not path.exists():
+    """The latest note in `path`; None before the first, and while one is being written."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
         return None
-    text = path.read_text(errors="replace").strip()
-    if not text.endswith("}"):
-        return None
-    found = json.loads(text)
     return Beat(**{**found, "place": Place(**found["place"])})
 
 
-@dataclass
+@dataclass(frozen=True)
 class Limits:
     """How long is too long, in seconds.
 
@@ -130,38 +159,131 @@ class Limits:
     grace_s: float = 5.0
 
 
-def stuck_ranks(beats: Sequence[Beat | None], now_s: float, limit_s: float) -> list[int]:
+class Watch:
+    """The starting process's eye on its ranks; runs in a thread of its own.
+
+    Args:
+        folder: where the ranks keep their notes.
+        world_size: number of ranks.
+        limits: how long is too long.
+    """
+
+    def __init__(self, folder: Path, world_size: int, limits: Limits) -> None:
+        self._folder = folder
+        self._world_size = world_size
+        self._limits = limits
+        self._started_s = time.monotonic()
+        self._told_s = self._started_s
+        self._latest = [Beat(place=Place(phase="starting"), at_s=self._started_s)] * world_size
+        self._failed_s: float | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self.verdict = ""  # why the watch itself ended the run
+        self.killed: set[int] = set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, and every rank that is still there."""
+        self._stop.set()
+        self._thread.join()
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL for every rank that still runs, with its own children."""
+        for pid in self.pids().values():
+            if is_alive(pid):
+                self.killed.add(pid)
+                _kill_group(pid)
+
+    def hurry(self) -> None:
+        """The run is over; whoever does not leave within the grace time is killed."""
+        self._failed_s = self._failed_s or time.monotonic()
+
+    def pids(self) -> dict[int, int]:
+        """Rank → process, of the ranks that have started."""
+        files = {rank: pid_file(self._folder, rank) for rank in range(self._world_size)}
+        return {rank: int(text) for rank, file in files.items() if file.exists() and (text := file.read_text())}
+
+    def beats(self) -> list[Beat]:
+        """The latest note of every rank."""
+        found = [read_beat(beat_file(self._folder, rank)) for rank in range(self._world_size)]
+        self._latest = [new or old for new, old in zip(found, self._latest, strict=True)]
+        return self._latest
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            now = time.monotonic()
+            beats, pids = self.beats(), self.pids()
+            if any(error_file(self._folder, rank).exists() for rank in range(self._world_size)) or any(
+                not is_alive(pid) and beats[rank].ended != FINISHED for rank, pid in pids.items()
+            ):
+                self.hurry()
+            if self._failed_s is not None:
+                if now - self._failed_s > self._limits.grace_s:
+                    self.kill()
+                continue
+            hopeless = stuck_ranks(beats, now, self._limits.give_up_after_s)
+            stuck = stuck_ranks(beats, now, self._limits.stuck_after_s)
+            if hopeless or (stuck and now - self._told_s > self._limits.stuck_after_s):
+                self._told_s = now
+                told = tell_stuck(beats, hopeless or stuck, self._stacks(beats), now)
+                if hopeless:
+                    self.verdict = told
+                    self.kill()
+                else:
+                    _log.warning("%s", told)
+
+    def _stacks(self, beats: Sequence[Beat]) -> list[str]:
+        """Where each rank is in the code; the ranks have installed `faulthandler` for this signal."""
+        for beat in beats:
+            if beat.pid and is_alive(beat.pid):
+                os.kill(beat.pid, STACK_SIGNAL)
+        time.sleep(_STACK_WAIT_S)
+        return [innermost_line(stack_file(self._folder, rank)) for rank in range(self._world_size)]
+
+
+def stuck_ranks(beats: Sequence[Beat], now_s: float, limit_s: float) -> list[int]:
     """Ranks that hold up the run: silent for `limit_s` outside a collective, or, if none is, all that wait in one.
 
     A rank that waits while another works is not stuck; when every running rank waits, they wait for different things.
     """
-    running = {rank: one for rank, one in enumerate(beats) if one is not None and not one.ended}
-    silent = [rank for rank, one in running.items() if now_s - one.at_s > limit_s]
-    working = [rank for rank, one in running.items() if not one.waiting]
+    running = [rank for rank, one in enumerate(beats) if not one.ended]
+    limits_s = [limit_s if one.pid else max(limit_s, _START_S) for one in beats]
+    silent = [rank for rank in running if now_s - beats[rank].at_s > limits_s[rank]]
+    working = [rank for rank in running if not beats[rank].waiting]
     if working:
         return [rank for rank in working if rank in silent]
-    return silent if len(silent) == len(running) else []
+    return silent if silent == running else []
 
 
-def tell_stuck(beats: Sequence[Beat | None], stuck: Sequence[int], stacks: Sequence[str], now_s: float) -> str:
-    """ "rank 1 makes no progress: it is at …, in save (saver.py:12); meanwhile rank 0 waits in …"."""
+def tell_stuck(beats: Sequence[Beat], stuck: Sequence[int], lines: Sequence[str], now_s: float) -> str:
+    """One sentence: the ranks without progress, and what the others do meanwhile."""
 
     def says(rank: int) -> str:
-        one = beats[rank]
-        where = f" ({stacks[rank]})" if stacks[rank] else ""
-        return f"rank {rank} {'has not started' if one is None else one.says(now_s)}{where}"
+        return f"rank {rank} {beats[rank].says(now_s)}" + (f" ({lines[rank]})" if lines[rank] else "")
 
     others = [says(rank) for rank in range(len(beats)) if rank not in stuck]
-    return f"no progress: {'; '.join(says(rank) for rank in stuck)}" + (
-        f"; meanwhile {'; '.join(others)}" if others else ""
-    )
+    meanwhile = f"; meanwhile {'; '.join(others)}" if others else ""
+    return f"no progress: {'; '.join(says(rank) for rank in stuck)}{meanwhile}"
+
+
+def innermost_line(path: Path) -> str:
+    """ "forward in linear.py:12" of the newest stack that faulthandler wrote, the first frame outside torch."""
+    text = path.read_text(errors="replace").rpartition("most recent call first")[2] if path.exists() else ""
+    frames = re.findall(r'File "(.*)", line (\d+) in (.*)', text)
+    ours = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return f"{ours[0][2]} in {Path(ours[0][0]).name}:{ours[0][1]}" if ours else ""
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists; one that ended but was not yet collected by its parent counts as gone."""
-    stat = Path(f"/proc/{pid}/stat")
-    if stat.exists():
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    """Whether the process runs; one that ended but was not yet collected by its parent counts as gone."""
+    if sys.platform == "linux":
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -169,9 +291,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def kill_group(pid: int) -> None:
-    """SIGKILL for a worker and its own children: each worker leads a process group."""
-    try:
+def _kill_group(pid: int) -> None:
+    """Each worker leads a process group, so its own children go with it."""
+    with suppress(ProcessLookupError):  # it left in between
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it left in between
-        return
