@@ -1,0 +1,283 @@
+"""Starting a job's ranks with torch's elastic launcher, one process a device, and ending them as one.
+
+Only names and plain data go to the ranks: an entry "module:function" and a job that JSON can hold. The engine meets
+at a port that it binds itself, so two jobs on one machine do not disturb each other. Whatever happens, the job ends
+with one error, and no process, port, temporary file or environment variable of it stays. Where torchrun (or another
+launcher) has started the processes already, the job joins them instead.
+"""
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from msmodelslim.distributed import watchdog
+from msmodelslim.distributed.failure import Failure, RankFailedError, first_of
+from msmodelslim.distributed.watchdog import Limits, Watch
+from msmodelslim.distributed.worker import RankSetup, join
+from msmodelslim.errors import EnvError, ModelslimError
+
+_OUTER_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TORCH_SIGNAL = signal.SIGQUIT  # the one signal left to the engine's own handler, which needs at least one
+_PLAIN = (str, int, float, bool, type(None))
+#: Settings for each rank: threads before any library starts its pool, ranks meet on the loopback, torch stays quiet.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"} if sys.platform == "linux" else {}
+_BOOT = """\
+import json, os, sys
+with open(sys.argv[1]) as file:
+    task = json.load(file)
+with open(os.path.join(task["folder"], "pid_" + os.environ["RANK"]), "w") as file:
+    file.write(str(os.getpid()))
+os.environ.update(task["environment"])
+sys.path[:] = task["path"]
+from msmodelslim.distributed.worker import work
+work(task)
+"""
+
+
+def launch(
+    entry: str,
+    job: dict[str, Any],
+    world_size: int,
+    *,
+    device: str = "cpu",
+    device_ids: Sequence[int] = (),
+    threads: int | None = None,
+    pin: bool = False,
+    log_level: int = logging.INFO,
+    limits: Limits | None = None,
+) -> None:
+    """Call `entry(job, rank, world_size)` on every rank, in a process group, and return when all are done.
+
+    Inside a rank that torchrun started, be that rank; then `world_size` is the number of ranks on this machine.
+
+    Args:
+        entry: "module:function", importable from the same sys.path.
+        job: names and plain data (str, numbers, bool, None, lists, dicts with str keys); tuples arrive as lists.
+        world_size: ranks to start, one a device.
+        device: kind of device, which decides the backend.
+        device_ids: index of each rank's device; by default 0 to world_size - 1.
+        threads: CPU threads a rank; by default its share of the cores.
+        pin: keep each rank on its own slice of the cores.
+        log_level: of the ranks.
+        limits: when a rank counts as stuck.
+
+    Raises:
+        ModelslimError: the first error of any rank, of the class it had there, with rank and place.
+        RankFailedError: a rank met another exception, was killed, or made no progress.
+        SystemExit: 130 after SIGINT, 143 after SIGTERM, when all ranks are gone.
+        TypeError: `job` holds something that is no plain data; names where.
+        ValueError: `entry` is not "module:function", or devices and ranks differ in number.
+        EnvError: the ranks could not be started, or the outer launcher started another number of them.
+    """
+    module, _, function = entry.partition(":")
+    if not (module and function):
+        raise ValueError(f"entry is {entry!r}; write 'module:function'")
+    _refuse_objects(job, "job")
+    ids = tuple(device_ids) or tuple(range(world_size))
+    if world_size < 1 or len(ids) != world_size:
+        raise ValueError(f"{world_size} ranks for {len(ids)} devices; give one device a rank, and at least one")
+    setup = RankSetup(device=device, device_ids=ids, threads=threads, pin=pin, log_level=log_level)
+    if joins_outer_launcher():
+        join(entry, job, setup)
+        return
+    limits = limits or Limits()
+    folder = Path(tempfile.mkdtemp(prefix="msmodelslim_"))
+    environment = dict(os.environ)
+    watch = Watch(folder, world_size, limits)
+    watch.start()
+    try:
+        config = _prepare(folder, entry, job, setup, limits)
+        with _signals(watch), _quiet_engine():
+            _start(config, folder, watch)
+    finally:
+        watch.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+        _restore_environment(environment)
+
+
+def joins_outer_launcher() -> bool:
+    """True when torchrun, or another launcher of its kind, has started this process as one rank of several."""
+    return all(name in os.environ for name in _OUTER_LAUNCHER)
+
+
+def _prepare(folder: Path, entry: str, job: dict[str, Any], setup: RankSetup, limits: Limits) -> LaunchConfig:
+    """What the ranks read, and what the engine needs to start them."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = str(setup.threads or max(1, cores // len(setup.device_ids)))
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    task = {
+        "folder": str(folder),
+        "parent": os.getpid(),
+        "entry": entry,
+        "job": job,
+        "setup": asdict(setup),
+        "path": [str(Path(one).absolute()) for one in sys.path],
+        "environment": {
+            **{name: value for name, value in _DEFAULTS.items() if name not in os.environ},
+            **dict.fromkeys(_THREAD_VARIABLES, threads),
+            "TMPDIR": str(temporary),  # so that no temporary file outlives the job, however it ends
+        },
+    }
+    (folder / "job.json").write_text(json.dumps(task))
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(setup.device_ids),
+        run_id=uuid.uuid4().hex,
+        role="rank",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",  # port 0: the engine binds a free one and tells the ranks
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle=_TORCH_SIGNAL.name,
+        shutdown_timeout=max(1, round(limits.grace_s)),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "engine")),
+    )
+
+
+def _start(config: LaunchConfig, folder: Path, watch: Watch) -> None:
+    try:
+        elastic_launch(config, sys.executable)("-c", _BOOT, str(folder / "job.json"))
+    except ChildFailedError as error:
+        failures = error.failures
+    except RendezvousError as error:
+        raise EnvError(f"the ranks could not be started: {error}", "see whether 127.0.0.1 can be used") from error
+    else:
+        return
+    raise _job_error(failures, folder, watch) from None
+
+
+def _job_error(failures: dict[int, ProcessFailure], folder: Path, watch: Watch) -> ModelslimError:
+    """The one error of a job that failed: the cause, not its echoes on other ranks."""
+    if watch.verdict:
+        return RankFailedError(watch.verdict, "look at the rank that waits for nobody")
+    beats = watch.beats()
+    reports = {
+        rank: Failure.from_plain(json.loads(path.read_text()))
+        for rank in range(len(beats))
+        if (path := watchdog.error_file(folder, rank)).exists()
+    }
+    first = first_of(list(reports.values()))
+    if first is not None and not first.lost_peer:
+        return first.error()
+    ended = {
+        rank: one.exitcode for rank, one in failures.items() if one.pid not in watch.killed and rank not in reports
+    }
+    for rank, code in sorted(ended.items()):
+        if code < 0 and -code != signal.SIGTERM:
+            return _killed(rank, -code, beats[rank].place)
+    for rank, code in sorted(ended.items()):
+        if code > 0 and code != 128 + signal.SIGTERM:
+            return RankFailedError(f"rank {rank} ended with exit code {code} at {beats[rank].place}", rank=rank)
+    gone = [rank for rank, one in enumerate(beats) if not one.ended and rank not in reports and rank not in failures]
+    if gone:
+        return RankFailedError(f"rank {gone[0]} left at {beats[gone[0]].place}, before the job was done", rank=gone[0])
+    stopped = [rank for rank, one in enumerate(beats) if one.ended == watchdog.TERMINATED]
+    if stopped and first is None:
+        rank = min(stopped, key=lambda rank: beats[rank].at_s)
+        return _killed(rank, signal.SIGTERM, beats[rank].place)
+    if first is not None:
+        return first.error()
+    rank = min(failures)
+    return RankFailedError(
+        f"rank {rank} ended with exit code {failures[rank].exitcode} at {beats[rank].place}", rank=rank
+    )
+
+
+def _killed(rank: int, signum: int, place: watchdog.Place) -> RankFailedError:
+    out_of_memory = signum == signal.SIGKILL
+    return RankFailedError(
+        f"rank {rank} was killed by signal {signum}{', usually out of memory,' if out_of_memory else ''} at {place}",
+        "free memory or use fewer ranks" if out_of_memory else "",
+        rank=rank,
+    )
+
+
+def _refuse_objects(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; give names and plain data to ranks, keys as str")
+            _refuse_objects(one, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            _refuse_objects(one, f"{where}[{index}]")
+    elif type(value) not in _PLAIN:
+        raise TypeError(
+            f"{where} is {value!r}, a {type(value).__name__}; give names and plain data to ranks, they build the rest"
+        )
+
+
+@contextmanager
+def _signals(watch: Watch) -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end the job and then this process; a second one does not wait for anybody."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    seen: list[int] = []
+
+    def handle(signum: int, _: FrameType | None) -> None:
+        seen.append(signum)
+        if len(seen) > 1:
+            watch.kill()
+            return
+        watch.hurry()
+        raise SystemExit(128 + signum)
+
+    before = {one: signal.getsignal(one) for one in (*_SIGNALS, _TORCH_SIGNAL)}
+    for one in _SIGNALS:
+        signal.signal(one, handle)
+    try:
+        yield
+    except ModelslimError as error:
+        # The exception of the handler was lost, or the ranks fell over before it came through.
+        if seen:
+            raise SystemExit(128 + seen[0]) from error
+        raise
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    """Make os.environ equal to `before`, touching only what the engine changed."""
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
+@contextmanager
+def _quiet_engine() -> Iterator[None]:
+    """The engine's own log lines and warnings would show each failure again, in other words."""
+    names = [
+        name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.", "torchelastic"))
+    ]
+    loggers = [one for one in map(logging.getLogger, names) if not one.disabled]
+    for one in loggers:
+        one.disabled = True
+    try:
+        yield
+    finally:
+        for one in loggers:
+            one.disabled = False

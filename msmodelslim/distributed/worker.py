@@ -1,0 +1,205 @@
+"""One rank: what runs in each process of a job, started by `launch` or by torchrun.
+
+A rank sets its threads, device and process group up, calls the entry, and waits at the end for the others. Its error
+is written down at once, before anything else can fail; then it leaves without ceremony, because cleaning up with
+ranks that are gone can hang. A started rank ends itself when the process that started it is gone.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import pkgutil
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from msmodelslim import device
+from msmodelslim.distributed import watchdog
+from msmodelslim.distributed.dist_setup import setup_distributed
+from msmodelslim.distributed.failure import Catch, Failure, failure_of
+from msmodelslim.errors import EnvError
+
+_LEAVE_S = 5.0  # from a polite end to a hard one, for a rank whose job is over
+_LOOK_S = 0.5
+_ECHO_S = 2.0  # how long the echo of another rank's failure waits for that failure to be told
+_ERRORS = "msmodelslim/errors"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank needs to know besides its job; plain data.
+
+    Args:
+        device: kind of device.
+        device_ids: index of each rank of this machine.
+        threads: CPU threads of each rank; None is its share of the cores.
+        pin: keep each rank on its own slice of the cores.
+        log_level: of the root logger, a number of `logging`.
+    """
+
+    device: str
+    device_ids: tuple[int, ...]
+    threads: int | None
+    pin: bool
+    log_level: int
+
+
+def work(task: dict[str, Any]) -> None:
+    """The main function of a process that `launch` started. `task` is what it wrote to "job.json"."""
+    rank, folder = int(os.environ["RANK"]), Path(task["folder"])
+    setup = RankSetup(**{**task["setup"], "device_ids": tuple(task["setup"]["device_ids"])})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the starting process decides
+    signal.signal(signal.SIGTERM, _leave)
+    # Open for good: a signal after the handler is gone would kill the process.
+    stacks = os.open(watchdog.stack_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(watchdog.STACK_SIGNAL, file=stacks, all_threads=False)
+    watchdog.start_beats(watchdog.beat_file(folder, rank))
+    threading.Thread(target=_follow, args=(task["parent"], folder), daemon=True).start()
+    logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {rank}: %(message)s")
+    try:
+        with Catch() as caught:
+            _run(task["entry"], task["job"], setup)
+    except SystemExit as left:
+        if not watchdog.has_ended():  # the entry left by itself, not because of SIGTERM
+            _report(failure_of(left, rank, watchdog.place()), folder)
+        raise
+    if caught.error is not None:
+        _report(failure_of(caught.error, rank, watchdog.place()), folder)
+    watchdog.end_beats(watchdog.FINISHED)
+    dist.destroy_process_group()
+
+
+def join(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
+    """Be the rank that an outer launcher (torchrun) made this process; returns when the whole job is done.
+
+    Raises:
+        EnvError: the launcher started another number of processes than there are devices.
+        ModelslimError: this rank failed first, on any machine.
+        SystemExit: another rank failed first and tells it (code 1), or SIGTERM came (code 143).
+    """
+    local, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["RANK"])
+    if local != len(setup.device_ids):
+        raise EnvError(
+            f"the launcher started {local} processes on this machine for {len(setup.device_ids)} devices "
+            f"({', '.join(map(str, setup.device_ids))})",
+            "start one process a device",
+        )
+    before = signal.signal(signal.SIGTERM, _leave)
+    threading.Thread(target=_listen, daemon=True).start()
+    with Catch() as caught:
+        _run(entry, job, setup)
+    signal.signal(signal.SIGTERM, before)
+    if caught.error is None:
+        dist.destroy_process_group()
+        return
+    failure = failure_of(caught.error, rank, watchdog.place())
+    if not _tells_first(failure):
+        sys.exit(1)
+    raise failure.error() from caught.error
+
+
+def _run(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place, local_size = int(os.environ["LOCAL_RANK"]), len(setup.device_ids)
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+    if setup.pin and sys.platform == "linux":
+        os.sched_setaffinity(0, core_slice(cores, place, local_size))
+    device.set_threads(setup.device, setup.threads or max(1, len(cores) // local_size))
+    watchdog.note(phase="starting")
+    function: Callable[[dict, int, int], None] = pkgutil.resolve_name(entry)
+    index = setup.device_ids[place]
+    device.set_current(setup.device, index)
+    backend = device.collective_backend(setup.device)
+    with watchdog.waiting("the other ranks"):
+        setup_distributed(rank, world_size, backend, device_index=index)
+    _log.info("Rank %d/%d initialized on device %s:%d with backend %s", rank, world_size, setup.device, index, backend)
+    function(job, rank, world_size)
+    with watchdog.waiting("the end of the job"):
+        dist.barrier()
+
+
+def core_slice(cores: list[int], place: int, count: int) -> set[int]:
+    """The cores of the `place`-th of `count` ranks: equal runs, or one core shared by several where there are fewer."""
+    if len(cores) < count:
+        return {cores[place % len(cores)]}
+    return set(cores[len(cores) * place // count : len(cores) * (place + 1) // count])
+
+
+def _report(failure: Failure, folder: Path) -> NoReturn:
+    path = watchdog.error_file(folder, failure.rank)
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps(failure.plain()))
+    aside.rename(path)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """Leave at once: what runs at a normal end could wait for ranks that are gone."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _leave(signum: int, _: FrameType | None) -> NoReturn:
+    """SIGTERM: unwind, so that every `with` block cleans up after itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    watchdog.end_beats(watchdog.TERMINATED)
+    sys.exit(128 + signum)
+
+
+def _follow(parent: int, folder: Path) -> None:
+    """End this process, and what the job left on disk, when the one that started it is gone."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    _end_hard()
+
+
+def _end_hard() -> None:
+    """End this rank and its own children; each rank leads a process group."""
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+    time.sleep(_LEAVE_S)
+    os._exit(1)
+
+
+def _store() -> dist.TCPStore:
+    """The launcher's own store, where the first failure is told."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
+
+
+def _listen() -> None:
+    """End this rank when another one, on whatever machine, has told its failure; it may be far from any collective."""
+    try:
+        store = _store()
+        while not store.check([_ERRORS]):
+            time.sleep(2 * _LOOK_S)
+    except dist.DistError:  # the launcher is gone, and ends us
+        return
+    time.sleep(_LEAVE_S)
+    _end_hard()
+
+
+def _tells_first(failure: Failure) -> bool:
+    """Whether this rank's failure is the one to show. The echo of a lost rank lets that rank speak first."""
+    deadline = time.monotonic() + (_ECHO_S if failure.lost_peer else 0)
+    try:
+        store = _store()
+        while time.monotonic() < deadline and not store.check([_ERRORS]):
+            time.sleep(0.1)
+        return store.add(_ERRORS, 1) == 1
+    except dist.DistError:
+        return not failure.lost_peer
