@@ -15,7 +15,12 @@ from typing import TypeVar
 
 from msmodelslim.errors import UnsupportedError
 
-_FOLDERS = {"processor": "msmodelslim.processor", "model": "msmodelslim.model", "saver": "msmodelslim.saver"}
+_FOLDERS = {
+    "processor": "msmodelslim.processor",
+    "model": "msmodelslim.model",
+    "saver": "msmodelslim.saver",
+    "weight": "msmodelslim.weight",
+}
 _CLASSES: dict[tuple[str, str], type] = {}
 
 C = TypeVar("C", bound=type)
@@ -52,7 +57,7 @@ def _import_all(kind: str) -> None:
 
 
 def names(kind: str) -> list[str]:
-    """Every registered name of a kind ("processor", "model", "saver"), sorted."""
+    """Every registered name of a kind ("processor", "model", "saver", "weight"), sorted."""
     _import_all(kind)
     return sorted(name for known_kind, name in _CLASSES if known_kind == kind)
 
