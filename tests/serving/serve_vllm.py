@@ -40,7 +40,7 @@ SAME_FUNCTION_RATIO = 5
 #: activations too: how much more they may differ than the quantization itself costs; two independent samples give 2
 SAME_NOISE_RATIO = 5
 #: a scale that the engine reads wrongly costs several nats
-QUANTIZED_KL = 0.5
+QUANTIZED_KL = 1.0
 
 
 def prompts(model: Path) -> list[list[int]]:
