@@ -7,6 +7,7 @@ nothing behind. `function` must be importable by name (a module-level function);
 import io
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["__main__", "pytest", "torch.distributed", "msmodelslim.distributed"])
+_CONTEXT.set_forkserver_preload(["__main__", "pytest", "torch.distributed", "tests.warm"])
 
 
 class RanksTimeoutError(AssertionError):
@@ -109,9 +110,8 @@ def _work(pipe: Connection, rank: int, world_size: int, store: str, path: list[s
         failure.add_note("".join(traceback.format_exception(failure)))
         error = failure
     pipe.send_bytes(_answer(result, error))
-    if error is None:
-        dist.barrier()
-    os._exit(0)
+    while True:  # others may still need this rank's sockets; whoever started it ends it when all have answered
+        signal.pause()
 
 
 def _answer(result: Any, error: Exception | None) -> bytes:

@@ -92,6 +92,11 @@ class BaseSessionProcessor:
     class Config(BaseModel, frozen=True, extra="forbid"):
         """No options."""
 
+    @classmethod
+    def examples(cls) -> list[dict[str, Any]]:
+        """Options, as in a recipe, that together exercise the processor; tests of equal bytes run each of them."""
+        return [{}]
+
     def __init__(self, config: Any, context: RunContext) -> None:
         self.config = config
         self.context = context

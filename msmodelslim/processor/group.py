@@ -21,6 +21,14 @@ class GroupProcessor(BaseSessionProcessor):
         super().__init__(config, context)
         self._children = [lookup("processor", step.type)(step.config, context) for step in config.configs]
 
+    @classmethod
+    def examples(cls) -> list[dict[str, Any]]:
+        weight = {"dtype": "int8", "scope": "per_channel"}
+        static = {"dtype": "int8", "scope": "per_tensor", "symmetric": False, "method": "minmax"}
+        attention = {"type": "linear_quant", "include": ["*self_attn*"], "qconfig": {"act": static, "weight": weight}}
+        mlp = {"type": "linear_quant", "include": ["*mlp*"], "qconfig": {"weight": weight}}
+        return [{"configs": [attention, mlp]}]
+
     @property
     def children(self) -> list[BaseSessionProcessor]:
         """The steps of the group, in order."""

@@ -3,7 +3,8 @@
 Letters: O output rows, I input columns.
 """
 
-from typing import Annotated, Literal, NamedTuple
+from itertools import product
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from pydantic import BaseModel, Field, model_validator
@@ -179,6 +180,22 @@ class LinearQuantProcessor(BaseSessionProcessor):
         self._linears: dict[str, nn.Linear] = {}
         self._observer: MinMaxObserver | None = None
         self._helper: DistHelper | None = None
+
+    @classmethod
+    def examples(cls) -> list[dict[str, Any]]:
+        found = []
+        for act, weight in PAIRS:
+            for act_sym, weight_sym, scope in product(act.sym, weight.sym, weight.scopes):
+                if act.dtype is QDType.FLOAT and not act_sym:
+                    continue  # a float input has no symmetry
+                method = "none" if act.dtype is QDType.FLOAT else "minmax"
+                half = {"dtype": str(act.dtype), "scope": str(act.scope), "symmetric": act_sym, "method": method}
+                ext = {"two_level": weight.two_level} | ({"group_size": 32} if scope is QScope.PER_GROUP else {})
+                whole = {"dtype": str(weight.dtype), "scope": str(scope), "symmetric": weight_sym, "ext": ext}
+                found.append({"qconfig": {"act": half, "weight": whole}})
+        static = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
+        found.append({"qconfig": {"act": static, "weight": {"dtype": "int8", "scope": "per_channel"}}})
+        return found
 
     def is_data_free(self) -> bool:
         return not self._scheme.act.is_static

@@ -25,6 +25,7 @@ DYNAMIC = {
     "weight": {"dtype": "int8", "scope": "per_channel"},
 }
 LINEARS = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+EXAMPLES = LinearQuantProcessor.examples()
 NAMES = {f"model.layers.{i}.{part}.{linear}" for i in range(2) for part, group in LINEARS.items() for linear in group}
 
 
@@ -211,25 +212,20 @@ def test_the_rehearsal_counts_what_each_pattern_matches(t_dense: Path) -> None:
     assert found == {("include", "*mlp*"): 6, ("exclude", "*.nothing"): 0}
 
 
-def test_every_supported_pair_is_accepted_by_the_schema_and_runs(t_dense: Path) -> None:
-    seen = 0
-    for act, weight in PAIRS:
-        for act_sym, weight_sym, scope in ((a, w, s) for a in act.sym for w in weight.sym for s in weight.scopes):
-            if act.dtype == "float" and not act_sym:
-                continue
-            method = "none" if act.dtype == "float" else "minmax"
-            half = {"dtype": act.dtype, "scope": act.scope, "symmetric": act_sym, "method": method}
-            ext = {"two_level": weight.two_level} | ({"group_size": 32} if scope == "per_group" else {})
-            whole = {"dtype": weight.dtype, "scope": scope, "symmetric": weight_sym, "ext": ext}
-            context = context_for(t_dense)
-            processor = step(context, "linear_quant", qconfig={"act": half, "weight": whole})
-            keep = run(context, processor, samples=token_samples(1))
-            assert all(isinstance(keep.modules[name], QuantLinear) for name in NAMES)
-            worst = max(record["weight_error"] for record in context.record.modules.values())
-            limit = {"int8": 0.02, "fp8_e4m3": 0.04, "mxfp8": 0.04, "int4": 0.25, "mxfp4": 0.2}[weight.dtype]
-            assert worst < limit, (act, weight, worst)
-            seen += 1
-    assert seen == 33
+def test_the_examples_cover_every_supported_pair() -> None:
+    schemes = {str(LinearQConfig.model_validate(example["qconfig"]).scheme()) for example in EXAMPLES}
+    assert len(schemes) == 33  # counted by hand from the table of pairs
+    assert {str(w.dtype) for _, w in PAIRS} == {"int8", "int4", "fp8_e4m3", "mxfp8", "mxfp4"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(LinearQConfig.model_validate(e["qconfig"]).scheme()))
+def test_every_supported_pair_runs_and_rounds_as_finely_as_its_bits_allow(t_dense: Path, example: dict) -> None:
+    context = context_for(t_dense)
+    keep = run(context, step(context, "linear_quant", **example), samples=token_samples(1))
+    assert all(isinstance(keep.modules[name], QuantLinear) for name in NAMES)
+    worst = max(record["weight_error"] for record in context.record.modules.values())
+    limit = {"int8": 0.02, "fp8_e4m3": 0.04, "mxfp8": 0.04, "int4": 0.25, "mxfp4": 0.2}
+    assert worst < limit[example["qconfig"]["weight"]["dtype"]]
 
 
 @pytest.mark.parametrize(

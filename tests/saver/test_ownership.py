@@ -20,7 +20,9 @@ def layer_of(module: str) -> str:
 @given(st.dictionaries(st.sampled_from([f"l{i}.m{j}.weight" for i in range(3) for j in range(8)]), st.integers(0, 99)))
 def test_every_module_has_exactly_one_owner_among_those_that_hold_it(sizes: dict[str, int]) -> None:
     everything = {name: spec(size) for name, size in sizes.items()}
-    shares = [{n: s for n, s in everything.items() if n.startswith("l0") or sum(map(ord, n)) % 3 == rank} for rank in range(3)]
+    shares = [
+        {n: s for n, s in everything.items() if n.startswith("l0") or sum(map(ord, n)) % 3 == rank} for rank in range(3)
+    ]
     found = owners(shares, layer_of)
     assert set(found) == {module_of(name) for share in shares for name in share}
     for name in everything:
