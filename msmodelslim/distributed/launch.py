@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -104,14 +104,14 @@ def launch(
     environment = dict(os.environ)
     watch = Watch(folder, world_size, limits)
     watch.start()
-    try:
-        config = _prepare(folder, entry, job, setup, limits)
-        with _signals(watch), _quiet_engine():
-            _start(config, folder, watch)
-    finally:
-        watch.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-        _restore_environment(environment)
+    with _Signals(watch) as signals, _quiet_engine():
+        try:
+            _start(_prepare(folder, entry, job, setup, limits), folder, watch)
+        finally:
+            signals.hold()
+            watch.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+            _restore_environment(environment)
 
 
 def joins_outer_launcher() -> bool:
@@ -229,35 +229,43 @@ def _refuse_objects(value: Any, where: str) -> None:
         )
 
 
-@contextmanager
-def _signals(watch: Watch) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end the job and then this process; a second one does not wait for anybody."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    seen: list[int] = []
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP end the job and then this process; a second one does not wait for anybody.
 
-    def handle(signum: int, _: FrameType | None) -> None:
-        seen.append(signum)
-        if len(seen) > 1:
-            watch.kill()
-            return
-        watch.hurry()
-        raise SystemExit(128 + signum)
+    Only the main thread may set handlers; elsewhere a signal does what it did before.
+    """
 
-    before = {one: signal.getsignal(one) for one in (*_SIGNALS, _TORCH_SIGNAL)}
-    for one in _SIGNALS:
-        signal.signal(one, handle)
-    try:
-        yield
-    except ModelslimError as error:
-        # The exception of the handler was lost, or the ranks fell over before it came through.
-        if seen:
-            raise SystemExit(128 + seen[0]) from error
-        raise
-    finally:
-        for one, handler in before.items():
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._seen: list[int] = []
+        self._holding = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {one: signal.getsignal(one) for one in (*_SIGNALS, _TORCH_SIGNAL)}
+            for one in _SIGNALS:
+                signal.signal(one, self._handle)
+        return self
+
+    def hold(self) -> None:
+        """From now on a signal waits for the end of the `with` block: nothing may interrupt the cleaning up."""
+        self._holding = True
+
+    def _handle(self, signum: int, _: FrameType | None) -> None:
+        self._seen.append(signum)
+        self._watch.hurry()
+        if len(self._seen) > 1:
+            self._watch.kill()
+        elif not self._holding:
+            raise SystemExit(128 + signum)
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        for one, handler in self._before.items():
             signal.signal(one, handler)
+        # Also where the handler's exception was lost, or the ranks fell over before it came through.
+        if self._seen and not isinstance(error, SystemExit):
+            raise SystemExit(128 + self._seen[0]) from error
 
 
 def _restore_environment(before: dict[str, str]) -> None:

@@ -72,9 +72,9 @@ def work(task: dict[str, Any]) -> None:
         with Catch() as caught:
             _run(task["entry"], task["job"], setup)
     except SystemExit as left:
-        if not watchdog.has_ended():  # the entry left by itself, not because of SIGTERM
-            _report(failure_of(left, rank, watchdog.place()), folder)
-        raise
+        if watchdog.has_ended():
+            _exit(128 + signal.SIGTERM)
+        _report(failure_of(left, rank, watchdog.place()), folder)  # the entry left by itself
     if caught.error is not None:
         _report(failure_of(caught.error, rank, watchdog.place()), folder)
     watchdog.end_beats(watchdog.FINISHED)
@@ -162,7 +162,7 @@ def _leave(signum: int, _: FrameType | None) -> NoReturn:
 
 def _follow(parent: int, folder: Path) -> None:
     """End this process, and what the job left on disk, when the one that started it is gone."""
-    while os.getppid() == parent:
+    while os.getppid() == parent and folder.exists():
         time.sleep(_LOOK_S)
     shutil.rmtree(folder, ignore_errors=True)
     _end_hard()

@@ -171,8 +171,8 @@ OUT_OF_MEMORY = (
             "bug",
             "compute",
             RankFailedError,
-            r"^rank 1 failed at layer 17, linear_quant, calibrating: RuntimeError: shape '\[3\]' is invalid for input of "
-            r"size 2 \(raised at faults.py:\d+\)$",
+            r"^rank 1 failed at layer 17, linear_quant, calibrating: RuntimeError: shape '\[3\]' is invalid for "
+            r"input of size 2 \(raised at faults.py:\d+\)$",
         ),
         ("kill", "wait", RankFailedError, OUT_OF_MEMORY),
         ("kill", "compute", RankFailedError, OUT_OF_MEMORY),
