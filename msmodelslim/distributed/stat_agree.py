@@ -64,6 +64,7 @@ class Stream:
         scalars: sample → number.
         samples: how many samples contributed.
         latest: the sample that was added last.
+        form: type and shape of what is here; None when nothing is.
     """
 
     kind: StatKind
@@ -73,16 +74,10 @@ class Stream:
     scalars: dict[int, float] = field(default_factory=dict)
     samples: int = 0
     latest: int | None = None
-
-    def holds(self) -> tuple[torch.dtype, torch.Size] | None:
-        """Type and shape of what is here; None when nothing is."""
-        if self.scalars:
-            return torch.float64, torch.Size()
-        held = [one for one in (self.value, self.pending, *self.parts.values()) if one is not None]
-        return (held[0].dtype, held[0].shape) if held else None
+    form: tuple[torch.dtype, torch.Size] | None = None
 
     def facts(self) -> dict[str, Any]:
-        dtype, shape = self.holds() or (None, None)
+        dtype, shape = self.form or (None, None)
         return {
             "kind": self.kind,
             "dtype": None if dtype is None else str(dtype),

@@ -152,11 +152,12 @@ class StatStore:
             raise ValueError(
                 f"stream {name!r}: sample {sample} after sample {stream.latest}; add in the order of sample_ids"
             )
-        held = stream.holds()
-        if held is not None and held != (dtype, shape):
+        held = stream.form or (dtype, shape)
+        if held != (dtype, shape):
             raise ValueError(
                 f"stream {name!r}: sample {sample} has {dtype} {tuple(shape)}, earlier ones {held[0]} {tuple(held[1])}"
             )
+        stream.form = held
         stream.samples += sample != stream.latest
         stream.latest = sample
         return stream
