@@ -8,7 +8,7 @@ from msmodelslim.distributed.dist_ops import (
     sync_gather_tensors,
 )
 from msmodelslim.distributed.dist_setup import find_free_port, is_rank_zero, process_group, setup_distributed
-from msmodelslim.distributed.shard_tree import shard_rank, visit_order
+from msmodelslim.distributed.shard_tree import deal, shard_rank, visit_order
 from msmodelslim.distributed.stat_agree import Stat, StatKind
 from msmodelslim.distributed.stat_store import StatStore
 from msmodelslim.distributed.task_scheduler import assign, run_tasks
@@ -23,6 +23,7 @@ __all__ = [
     "StatKind",
     "StatStore",
     "assign",
+    "deal",
     "find_free_port",
     "is_rank_zero",
     "process_group",

@@ -8,6 +8,7 @@ Source: the summation tree of a pairwise sum, with the residues of the sample nu
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -29,6 +30,22 @@ def visit_order(sample_ids: Sequence[int], shards: int = 8) -> list[int]:
     """The order of forwarding that keeps the fewest partial sums: by bit-reversed shard, then by number."""
     bits = _levels(shards)
     return sorted(sample_ids, key=lambda one: (_reversed_bits(one % shards, bits), one))
+
+
+def deal(sample_count: int, world_size: int, shards: int = 8) -> list[list[int]]:
+    """Each rank's samples in the order to forward them, so that sums need the least memory and traffic.
+
+    The samples in `visit_order` are cut into as equal runs as whole shards allow: a rank then holds whole subtrees,
+    at most 2 log2(G) partial sums. While there are no more samples than shards, runs differ by one sample at most.
+
+    Returns:
+        One list a rank, empty for ranks beyond the number of shards or samples.
+    """
+    order = visit_order(range(sample_count), shards)
+    cuts = [at for at in range(1, sample_count) if order[at] % shards != order[at - 1] % shards]
+    cuts = [0, *cuts, sample_count]
+    bounds = [min(cuts, key=lambda cut: abs(cut - sample_count * rank / world_size)) for rank in range(world_size + 1)]
+    return [order[start:stop] for start, stop in pairwise(bounds)]
 
 
 class ShardTree:

@@ -15,7 +15,7 @@ Memory of a sum: a rank keeps one partial for each subtree that it has not finis
 order those are G. In `visit_order`, shard by shard with bit-reversed shards, siblings finish one after the other and
 log2(G) + 1 suffice, as the digits of a binary counter. A shard whose samples lie on several ranks (dealt i mod R with
 R not a divisor of G) keeps one partial a sample and sends them all: exact, cheap for vectors, not for Gram matrices;
-deal those by `shard_rank`.
+deal those by `deal`, which gives every rank whole subtrees in visiting order.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -2,6 +2,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from msmodelslim.distributed import (
@@ -10,6 +12,7 @@ from msmodelslim.distributed import (
     StatKind,
     StatStore,
     shard_rank,
+    shard_tree,
     stat_agree,
     visit_order,
 )
@@ -21,6 +24,8 @@ INF = float("inf")
 def deal(count: int, world_size: int, how: str) -> list[list[int]]:
     if how == "cyclic":
         return [list(range(rank, count, world_size)) for rank in range(world_size)]
+    if how == "deal":
+        return shard_tree.deal(count, world_size)
     if how == "blocks":
         return [list(range(count * rank // world_size, count * (rank + 1) // world_size)) for rank in range(world_size)]
     return [[i for i in range(count) if shard_rank(i, world_size) == rank] for rank in range(world_size)]
@@ -123,7 +128,7 @@ def test_the_values_of_these_tests_tell_one_order_from_another():
     assert not same_bits(torch.stack([sample_values(i) * 4 for i in range(21)]).sum(0), tree)
 
 
-@pytest.mark.parametrize("how", ["cyclic", "blocks", "shards"])
+@pytest.mark.parametrize("how", ["cyclic", "blocks", "shards", "deal"])
 @pytest.mark.parametrize(("world_size", "count"), [(2, 5), (2, 16), (3, 16), (4, 3), (5, 21)])
 def test_any_number_of_ranks_and_any_way_of_dealing_gives_the_same_bits(run_ranks, world_size, count, how):
     dealt = deal(count, world_size, how)
@@ -244,6 +249,27 @@ def test_in_visiting_order_few_partial_sums_are_held():
             most = max(most, len(stream.parts) + 1)
         held[order[1]] = most
     assert held == {1: 9, 8: 5}  # G + the sample at hand; log2(G) + 1 + the sample at hand
+
+
+@given(st.integers(0, 70), st.integers(1, 20), st.sampled_from([1, 4, 8, 16]))
+def test_dealing_gives_each_sample_to_one_rank_in_whole_shards_and_few_subtrees(count, world_size, shards):
+    dealt = shard_tree.deal(count, world_size, shards)
+    assert len(dealt) == world_size and sorted(i for own in dealt for i in own) == list(range(count))
+    for own in dealt:
+        assert {i for i in range(count) if i % shards in {one % shards for one in own}} == set(own)
+        assert own == visit_order(own, shards)
+        store = StatStore(own, count, shards=shards)
+        most = 0
+        for i in own:
+            store.add_sum("a", i, torch.ones(1))
+            most = max(most, len(store._streams["a"].parts))
+        assert most <= 2 * shards.bit_length()
+    if count <= shards:
+        assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+
+
+def test_sixteen_samples_are_dealt_to_three_ranks_as_written_here():
+    assert shard_tree.deal(16, 3) == [[0, 8, 4, 12, 2, 10], [6, 14, 1, 9], [5, 13, 3, 11, 7, 15]]
 
 
 def test_samples_go_to_ranks_by_shard_and_shards_are_visited_bit_reversed():
