@@ -55,7 +55,7 @@ PAIRS: tuple[tuple[Act, Weight], ...] = (
     (Act(QDType.INT8, _TOKEN, _ANY), Weight(QDType.INT8, (_CHANNEL,))),  # W8A8 dynamic
     (Act(QDType.INT8, _TOKEN), Weight(QDType.INT8, (_GROUP,), _ANY)),
     (Act(QDType.INT8, _TOKEN, _ANY), Weight(QDType.INT4, (_CHANNEL, _GROUP))),  # W4A8
-    (Act(QDType.INT8, _TOKEN), Weight(QDType.INT4, (_GROUP,), (False,), two_level=True)),
+    (Act(QDType.INT8, _TOKEN), Weight(QDType.INT4, (_GROUP,), _ANY, two_level=True)),
     (Act(QDType.INT4, _TOKEN), Weight(QDType.INT4, (_CHANNEL, _GROUP), _ANY)),  # W4A4
     (Act(QDType.INT8, _MIX, (False,)), Weight(QDType.INT8, (_CHANNEL,))),  # prefill dynamic, decode static
     (Act(QDType.FP8_E4M3, _TOKEN), Weight(QDType.FP8_E4M3, (_CHANNEL,))),
