@@ -104,9 +104,6 @@ class ShardTree:
                 if done is not None and (before is None or done < before):
                     _merge(parts, (level, j))
 
-    def is_last_of_shard(self, sample: int) -> bool:
-        return self._complete_after.get((self.levels, sample % self.shards)) == self.place[sample]
-
 
 def tree_sum(parts: Parts, shards: int) -> Tensor | None:
     """The sum of all parts by the tree, wherever they came from; uses up `parts`. None when there are none."""

@@ -97,7 +97,7 @@ class StatStore:
             stream.pending.add_(own)
             return
         self._put_away(stream, before)
-        if before is not None and self._tree.is_last_of_shard(before):
+        if before is not None and before % self._tree.shards != sample_id % self._tree.shards:
             self._tree.settle(stream.parts, before=self._tree.place[sample_id])
         stream.pending = own
 
