@@ -10,13 +10,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
-from msmodelslim.distributed import watchdog
+from msmodelslim.distributed import find_free_port, watchdog
 from msmodelslim.distributed.failure import RankFailedError
 from msmodelslim.distributed.launch import launch
 from msmodelslim.distributed.watchdog import Limits
@@ -324,9 +325,9 @@ def test_ranks_end_and_clean_up_when_the_parent_is_killed(tmp_path):
 
 def test_two_jobs_at_once_pass_while_the_usual_port_is_taken(tmp_path):
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 29500))
-        taken.listen()
+        with suppress(OSError):  # somebody else has it: as good
+            taken.bind(("127.0.0.1", 29500))
+            taken.listen()
         parents = []
         for name in ("one", "two"):
             (tmp_path / name).mkdir()
@@ -356,6 +357,23 @@ def test_under_torchrun_the_first_failure_is_told_once_and_all_ranks_end(tmp_pat
     _, err = parent.communicate(timeout=120)
     assert parent.returncode != 0 and time.time() - float((tmp_path / "fault").read_text()) < END_S
     told = [line for line in err.splitlines() if line.startswith("ERROR ")]
+    assert told == [
+        "ERROR model.layers.1.w has 3 NaN (rank 1, layer 17, linear_quant, calibrating); mend the checkpoint"
+    ]
+
+
+def test_a_failure_under_one_of_two_launchers_ends_the_ranks_of_the_other(tmp_path):
+    endpoint = f"127.0.0.1:{find_free_port(29600)}"
+    words = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    prefix = ("-m", "torch.distributed.run", *words, "--rdzv-id", "two", "--local-addr", "127.0.0.1")
+    job = {"out": str(tmp_path), "rank": 1, "how": "user", "others": "compute"}
+    parents = [start_parent(tmp_path, "fail", job, world_size=1, prefix=prefix) for _ in range(2)]
+    told = []
+    for parent in parents:
+        _, err = parent.communicate(timeout=120)
+        assert parent.returncode != 0
+        told += [line for line in err.splitlines() if line.startswith("ERROR ")]
+    assert time.time() - float((tmp_path / "fault").read_text()) < END_S
     assert told == [
         "ERROR model.layers.1.w has 3 NaN (rank 1, layer 17, linear_quant, calibrating); mend the checkpoint"
     ]
