@@ -54,12 +54,12 @@ def grid(steps: int = STEPS) -> list[float]:
 
 def try_alphas(_: Exponents, beta: float | None) -> list[Exponents]:
     """No change, then every alpha with this beta, or with 1 − alpha when it is None."""
-    return [UNCHANGED] + [Exponents(alpha, 1 - alpha if beta is None else beta) for alpha in grid()]
+    return [UNCHANGED] + [Exponents(alpha, round(1 - alpha, 9) if beta is None else beta) for alpha in grid()]
 
 
 def try_betas(best: Exponents) -> list[Exponents]:
     """The best so far, then its alpha with every beta."""
-    return [best] + [Exponents(best.act, beta) for beta in grid()]
+    return [best] + [Exponents(best.act, beta) for beta in grid() if beta != best.weight]
 
 
 class StatKey(StrEnum):

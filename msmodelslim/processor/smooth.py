@@ -20,7 +20,7 @@ from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.processor.smooth_rescale import LayerRescale
 from msmodelslim.processor.smooth_search import Case, Exponents, ExponentSearch, Plan, weight_size
-from msmodelslim.processor.smooth_statistics import TOKENS, InputStatistics, InputStats, sample_count
+from msmodelslim.processor.smooth_statistics import InputStatistics, InputStats, sample_count
 from msmodelslim.processor.smooth_subgraphs import NormReaders, Subgraph, SubgraphKind, declared, refuse_subgraph
 
 KindName = Literal["norm-linear", "linear-linear", "ov", "up-down"]
@@ -51,7 +51,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         self._plan = self.plan()
         self._selection = Selection(("*",) if config.include is None else config.include, config.exclude or ())
         self._store: StatStore | None = None
-        self._quota = 0
+        self._samples = 0
         self._shared: DistHelper | None = None
         self._subgraphs: list[Subgraph] = []
         self._inputs: InputStatistics | None = None
@@ -81,9 +81,8 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
 
     def preprocess(self, request: BatchProcessRequest) -> None:
         if self._store is None:
-            samples = sample_count(request.sample_ids)
-            self._store = StatStore(request.sample_ids, samples, device=self.context.device)
-            self._quota = max(1, TOKENS // max(samples, 1))
+            self._samples = sample_count(request.sample_ids)
+            self._store = StatStore(request.sample_ids, self._samples, device=self.context.device)
         modules = _modules(request)
         self._subgraphs = [one for one in self._declared(request) if self._selection.selects(one.source)]
         if dist.is_available() and dist.is_initialized():
@@ -91,7 +90,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
             self._refuse_half_shared(self._shared)
         for subgraph in self._subgraphs:
             refuse_subgraph(subgraph, modules, self._plan.shift)
-        self._inputs = InputStatistics(self._store, lambda: request.sample_id, self._quota)
+        self._inputs = InputStatistics(self._store, self._samples, lambda: request.sample_id)
         for subgraph in self._subgraphs:
             first = modules[subgraph.targets[0]]
             width = first.get_parameter("weight").shape[1]

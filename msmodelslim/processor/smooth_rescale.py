@@ -39,10 +39,20 @@ class LayerRescale:
         self._changes: dict[str, Change] = {}
         self._tensors: dict[str, dict[str, Tensor]] = {}
 
-    def weight(self, name: str) -> Tensor:
-        """A linear's weight as it stands, with all factors so far; float32, or float64 if the weight is."""
-        weight_OI, change = wide(self._modules[name].get_parameter("weight")), self._changes.get(name, Change())
-        return _rescaled(weight_OI, change)
+    def weight(self, name: str, rows_R: Tensor | None = None) -> Tensor:
+        """A linear's weight as it stands, with all factors so far; float32, or float64 if the weight is.
+
+        Args:
+            rows_R: indexes of the rows that are wanted; all when None.
+        """
+        weight_OI, change = self._modules[name].get_parameter("weight"), self._changes.get(name, Change())
+        if rows_R is None:
+            return _rescaled(wide(weight_OI), change)
+        return _rescaled(wide(weight_OI[rows_R]), _of_rows(change, rows_R))
+
+    def rows(self, name: str) -> int:
+        """How many rows a linear's weight has."""
+        return self._modules[name].get_parameter("weight").shape[0]
 
     def absmax(self, name: str) -> Tensor:
         """Largest |weight| in each input column, with all factors so far; [I]."""
@@ -169,7 +179,7 @@ def _shaped(per_row: Tensor, like: Tensor) -> Tensor:
     return per_row if like.dim() == 1 else per_row.unsqueeze(1)
 
 
-def _of_rows(change: Change, rows: slice) -> Change:
+def _of_rows(change: Change, rows: slice | Tensor) -> Change:
     return change if change.divide_O is None else replace(change, divide_O=change.divide_O[rows])
 
 

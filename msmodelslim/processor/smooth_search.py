@@ -17,13 +17,14 @@ from torch import Tensor
 
 from msmodelslim.distributed import DistHelper, StatStore, run_tasks
 from msmodelslim.ir.quantize import act_qparam, dequantize_weight, fake_quantize_act, quantize_weight
-from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme, QScheme
+from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme, QScheme, QScope
 from msmodelslim.processor.smooth_rescale import LayerRescale, wide
 from msmodelslim.processor.smooth_statistics import InputStats
 from msmodelslim.processor.smooth_subgraphs import Subgraph
 
 SMALLEST_WEIGHT = 1e-5  # below it a column counts as this large; SmoothQuant's own code, arXiv:2211.10438
 _NORMALIZED = (1e-4, 1e4)  # bounds of a factor whose geometric middle is 1
+_JUDGED_ROWS = 256  # of a consumer; with some hundred tokens their loss ranks exponents as that of all rows does
 _GRAM_COLUMNS = 4096  # the widest input that gets a Gram matrix, 64 MiB; wider ones are judged by tokens
 
 
@@ -150,6 +151,20 @@ def weight_size(rescale: LayerRescale, names: Sequence[str], formula: Formula, s
     return torch.stack(sums).sum(0) / rows
 
 
+class JudgedRows(NamedTuple):
+    """The rows of a consumer's weight that a loss is measured on, and how many rows each of them stands for."""
+
+    weight_RI: Tensor  # noqa: N815 - a tensor's name ends in its axes
+    each: float = 1.0
+
+
+def judged_rows(rows: int, scheme: QScheme) -> Tensor:
+    """Indexes of evenly spaced rows, at most `_JUDGED_ROWS`; all rows where several rows share a scale."""
+    if rows <= _JUDGED_ROWS or not (scheme.is_mx or scheme.scope in (QScope.PER_CHANNEL, QScope.PER_GROUP)):
+        return torch.arange(rows)
+    return torch.arange(_JUDGED_ROWS) * rows // _JUDGED_ROWS
+
+
 class ExponentSearch:
     """Finds each case's exponents; every rank holds the same numbers and decides alike.
 
@@ -189,8 +204,8 @@ class ExponentSearch:
             subgraph = case.subgraph
             factors = [subgraph.by_column(case.factors(one, plan.formula)) for one in exponents]
             if case.stats.gram_II is None:
-                weights = {name: rescale.weight(name) for name in subgraph.targets}
-                for sample, loss in token_losses(case.stats, weights, factors, plan.scheme, self._scale_dtype).items():
+                judged = {name: self._judged(name, rescale) for name in subgraph.targets}
+                for sample, loss in token_losses(case.stats, judged, factors, plan.scheme, self._scale_dtype).items():
                     self._store.add_sum(f"{subgraph.targets[0]}:loss", sample, loss)
             elif self._is_shared(subgraph):
                 for number, factor_I in enumerate(factors):
@@ -215,13 +230,18 @@ class ExponentSearch:
             assert case.stats.gram_II is not None, "only cases with a Gram matrix are judged by one"
             total = torch.zeros(1, dtype=torch.float64)
             for name in case.subgraph.targets:
-                weight_OI = rescale.weight(name)
+                judged = self._judged(name, rescale)
                 total += gram_loss(
-                    weight_OI, case.stats.gram_II, factor_I, self._plan.scheme.weight, self._scale_dtype, name
+                    judged, case.stats.gram_II, factor_I, self._plan.scheme.weight, self._scale_dtype, name
                 )
             return {"loss": total}
 
         return loss
+
+    def _judged(self, name: str, rescale: LayerRescale) -> "JudgedRows":
+        rows = rescale.rows(name)
+        rows_R = judged_rows(rows, self._plan.scheme.weight)
+        return JudgedRows(rescale.weight(name, rows_R), rows / len(rows_R))
 
     def _is_shared(self, subgraph: Subgraph) -> bool:
         return self._shared is None or self._shared.is_shared(subgraph.source)
@@ -229,7 +249,7 @@ class ExponentSearch:
 
 def token_losses(
     stats: InputStats,
-    weights: Mapping[str, Tensor],
+    judged: Mapping[str, JudgedRows],
     factors: Sequence[Tensor],
     scheme: LinearScheme,
     scale_dtype: torch.dtype,
@@ -239,11 +259,11 @@ def token_losses(
     A sample is computed for itself, so its numbers do not depend on which others a rank holds.
 
     Args:
-        weights: full name → weight of each consumer, [O, I].
+        judged: full name → rows of each consumer.
         factors: s_I each.
     """
     exact = {
-        sample: [wide(x_TI) @ weight_OI.T for weight_OI in weights.values()] for sample, x_TI in stats.tokens.items()
+        sample: [wide(x_TI) @ rows.weight_RI.T for rows in judged.values()] for sample, x_TI in stats.tokens.items()
     }
     losses: dict[int, list[Tensor]] = {sample: [] for sample in stats.tokens}
     for factor_I in factors:
@@ -252,26 +272,26 @@ def token_losses(
             low, high = (stats.minimum_I / factor_I).amin(), (stats.maximum_I / factor_I).amax()
             scale, offset = act_qparam(low, high, scheme.act, scale_dtype=scale_dtype)
         rounded = [
-            _rounded(weight_OI * factor_I, scheme.weight, scale_dtype, name) for name, weight_OI in weights.items()
+            JudgedRows(_rounded(rows.weight_RI * factor_I, scheme.weight, scale_dtype, name), rows.each)
+            for name, rows in judged.items()
         ]
         for sample, x_TI in stats.tokens.items():
             seen_TI = fake_quantize_act(wide(x_TI) / factor_I, scheme.act, scale, offset)
             pairs = zip(rounded, exact[sample], strict=True)
-            losses[sample].append(sum_of_squares([seen_TI @ weight_OI.T - y_TO for weight_OI, y_TO in pairs]))
+            lost = [
+                (seen_TI @ rows.weight_RI.T - y_TR).square().sum(1).cpu().double().sum() * rows.each
+                for rows, y_TR in pairs
+            ]
+            losses[sample].append(torch.stack(lost).sum())
     return {sample: torch.stack(found) for sample, found in losses.items()}
 
 
 def gram_loss(
-    weight_OI: Tensor, gram_II: Tensor, factor_I: Tensor, scheme: QScheme, scale_dtype: torch.dtype, name: str
+    judged: JudgedRows, gram_II: Tensor, factor_I: Tensor, scheme: QScheme, scale_dtype: torch.dtype, name: str
 ) -> float:
     """tr(Δ H Δᵀ) with Δ = Ŵ(Ws)/s − W: what rounding the scaled weight does to its outputs, over all tokens of H."""
-    delta_OI = _rounded(weight_OI * factor_I, scheme, scale_dtype, name) / factor_I - weight_OI
-    return float(((delta_OI @ gram_II) * delta_OI).sum(1).double().sum())
-
-
-def sum_of_squares(parts: Sequence[Tensor]) -> Tensor:
-    """Over all elements of all parts; row sums in the parts' type, then float64, on the host."""
-    return torch.cat([part.square().sum(1) for part in parts]).cpu().double().sum()
+    delta_RI = _rounded(judged.weight_RI * factor_I, scheme, scale_dtype, name) / factor_I - judged.weight_RI
+    return float(((delta_RI @ gram_II) * delta_RI).sum(1).double().sum()) * judged.each
 
 
 def first_smallest(losses: Tensor) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from msmodelslim.distributed import Stat, StatKind
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
 from msmodelslim.model.structure import LayerStructure
 from msmodelslim.processor.base import BatchProcessRequest
@@ -16,11 +17,13 @@ from msmodelslim.processor.smooth_search import (
     UNCHANGED,
     Exponents,
     ExponentSearch,
+    JudgedRows,
     first_smallest,
     gram_loss,
+    judged_rows,
     token_losses,
 )
-from msmodelslim.processor.smooth_statistics import InputStats, kept_tokens
+from msmodelslim.processor.smooth_statistics import InputStats, judged_samples, kept_tokens
 from tests.processor.driver import step
 from tests.processor.smooth_driver import (
     EVERY_KIND,
@@ -90,7 +93,7 @@ def test_flex_smooth_quant_finds_what_brute_force_finds() -> None:
     def loss(exponents: Exponents) -> float:
         return loss_of(x, weight, act**exponents.act / largest**exponents.weight, 127, 127)
 
-    tried = [Exponents(0.0, 0.0)] + [Exponents(alpha, 1 - alpha) for alpha in GRID]
+    tried = [Exponents(0.0, 0.0)] + [Exponents(alpha, round(1 - alpha, 9)) for alpha in GRID]
     first = best({exponents: loss(exponents) for exponents in tried})
     expected = best({exponents: loss(exponents) for exponents in [first, *(Exponents(first.act, b) for b in GRID)]})
     processor = smoother(pair, UP_DOWN, "flex_smooth_quant")
@@ -150,8 +153,9 @@ def test_the_gram_form_equals_the_loss_over_tokens() -> None:
     factor = torch.rand(24, generator=generator, dtype=torch.float64) + 0.5
     scheme = QScheme(QDType.INT4, QScope.PER_CHANNEL)
     stats = InputStats(x.amin(0), x.amax(0), None, x.T @ x, {0: x[:50], 1: x[50:]})
-    gram = gram_loss(weight, x.T @ x, factor, scheme, torch.float32, "linear")
-    tokens = token_losses(stats, {"linear": weight}, [factor], LinearScheme(scheme), torch.float32)
+    judged = JudgedRows(weight, 3.0)
+    gram = gram_loss(judged, x.T @ x, factor, scheme, torch.float32, "linear")
+    tokens = token_losses(stats, {"linear": judged}, [factor], LinearScheme(scheme), torch.float32)
     assert gram == pytest.approx(float(sum(tokens.values())), rel=1e-12)
 
 
@@ -163,13 +167,32 @@ def test_a_static_activation_is_judged_with_the_range_that_the_factor_leaves(sco
     factor = torch.logspace(-0.5, 0.5, 16)
     scheme = LinearScheme(QScheme(QDType.INT8, QScope.PER_CHANNEL), QScheme(QDType.INT8, QScope(scope), False))
     stats = InputStats(x.amin(0), x.amax(0), None, None, {4: x})
-    found = token_losses(stats, {"linear": weight}, [factor], scheme, torch.float32)[4]
+    found = token_losses(stats, {"linear": JudgedRows(weight)}, [factor], scheme, torch.float32)[4]
     seen, scaled = (x / factor).double().numpy(), (weight * factor).double().numpy()
     step = (seen.max() - seen.min()) / 255
     offset = np.rint(-seen.min() / step) - 128
     codes = np.clip(np.rint(seen / step + offset), -128, 127)
     lost = (codes - offset) * step @ rounded(scaled, 127).T - x.double().numpy() @ weight.double().numpy().T
     assert float(found) == pytest.approx(float((lost**2).sum()), rel=1e-3)
+
+
+def test_a_wide_consumer_is_judged_by_rows_spread_over_all_of_it() -> None:
+    by_row = QScheme(QDType.INT4, QScope.PER_CHANNEL)
+    assert judged_rows(200, by_row).tolist() == list(range(200))
+    some = judged_rows(1000, by_row)
+    assert len(some.unique()) == 256
+    assert int(some.max()) < 1000
+    assert set((some[1:] - some[:-1]).tolist()) == {3, 4}
+    assert len(judged_rows(1000, QScheme(QDType.MXFP4, QScope.PER_BLOCK))) == 256
+    tiles = QScheme(QDType.FP8_E4M3, QScope.PER_BLOCK)
+    assert len(judged_rows(1000, tiles)) == 1000  # rows share scales
+    assert len(judged_rows(1000, QScheme(QDType.INT8, QScope.PER_TENSOR))) == 1000
+
+
+def test_the_first_samples_with_enough_tokens_are_judged() -> None:
+    kept = Stat(StatKind.SCALAR, torch.tensor([200.0, 300, 30, 30]), 4, (1, 2, 5, 9))
+    assert judged_samples(kept) == {1, 2, 5}
+    assert judged_samples(None) == set()
 
 
 def test_of_equal_losses_the_first_wins() -> None:
