@@ -50,7 +50,9 @@ def plain_forward(model_path: Path, dataset: Path) -> dict[str, float]:
     config = model.config
     width, inner = config.hidden_size, config.intermediate_size
     kv = config.num_key_value_heads * width // config.num_attention_heads
-    a_token = config.num_hidden_layers * (2 * (2 * width * width + 2 * width * kv + 3 * width * inner) + 4 * width * LENGTH)
+    a_token = config.num_hidden_layers * (
+        2 * (2 * width * width + 2 * width * kv + 3 * width * inner) + 4 * width * LENGTH
+    )
     floor_s = SAMPLES * LENGTH * a_token / (2 * side**3 / best)
     return {"forward_s": forward_s, "floor_s": floor_s}
 
@@ -96,7 +98,9 @@ def main() -> None:
     for heading in ("phase", "seconds", "of the floor", "of transformers' forward"):
         table.add_column(heading, justify="left" if heading == "phase" else "right")
     for name, seconds in rows.items():
-        table.add_row(name, f"{seconds:.2f}", f"{seconds / plain['floor_s']:.2f}", f"{seconds / plain['forward_s']:.2f}")
+        table.add_row(
+            name, f"{seconds:.2f}", f"{seconds / plain['floor_s']:.2f}", f"{seconds / plain['forward_s']:.2f}"
+        )
     Console().print(table)
     print(f"peak memory {run.peak_rss_mib:.0f} MiB resident, {run.peak_pss_mib:.0f} MiB proportional")
     store("calibration", {"seconds": rows, "peak_rss_mib": run.peak_rss_mib, "peak_pss_mib": run.peak_pss_mib})

@@ -110,6 +110,15 @@ def collective_backend(kind: str) -> str:
     return _BACKENDS[kind]
 
 
+def start_method(kind: str) -> str:
+    """How processes for devices of this kind are started: "fork" or "spawn", as `multiprocessing` calls them.
+
+    A forked process shares what its parent has imported, so it starts at once and needs little memory of its own; an
+    accelerator's runtime does not survive a fork.
+    """
+    return "fork" if kind == "cpu" and sys.platform == "linux" else "spawn"
+
+
 def set_threads(kind: str, threads: int) -> None:
     """Host threads of this process; results on the CPU depend on their number, so there it is exact.
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import fixtures
+from tests.run_ranks import run_ranks  # noqa: F401 - a fixture
 
 torch.set_num_threads(1)
 

@@ -18,9 +18,7 @@ from msmodelslim.processor.linear_quant import LinearQConfig
 from msmodelslim.quant_service import QuantJob, open_session, run_rank
 from msmodelslim.registry import lookup, names
 from tests import fixtures
-from tests.run_ranks import RankRunner, run_ranks
-
-__all__ = ["run_ranks"]
+from tests.run_ranks import RankRunner
 
 PRACTICES = sorted((Path(__file__).parents[1] / "msmodelslim" / "practices").rglob("*.yaml"))
 W8A8 = {

@@ -6,6 +6,7 @@ with one error, and no process, port, temporary file or environment variable of 
 launcher) has started the processes already, the job joins them instead.
 """
 
+import faulthandler
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,10 +28,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
 from msmodelslim.distributed.failure import Failure, RankFailedError, first_of
 from msmodelslim.distributed.watchdog import Limits, Watch
-from msmodelslim.distributed.worker import RankSetup, join
+from msmodelslim.distributed.worker import RankSetup, join, work
 from msmodelslim.errors import EnvError, ModelslimError
 
 _OUTER_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -40,6 +42,7 @@ _PLAIN = (str, int, float, bool, type(None))
 #: Settings for each rank: threads before any library starts its pool, ranks meet on the loopback, torch stays quiet.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"} if sys.platform == "linux" else {}
+_TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # its pool of threads does not survive a fork
 _BOOT = """\
 import json, os, sys
 with open(sys.argv[1]) as file:
@@ -77,7 +80,7 @@ def launch(
         device_ids: index of each rank's device; by default 0 to world_size - 1.
         threads: CPU threads a rank; by default its share of the cores.
         pin: keep each rank on its own slice of the cores.
-        log_level: of the ranks.
+        log_level: of this package in the ranks.
         limits: when a rank counts as stuck.
 
     Raises:
@@ -106,7 +109,8 @@ def launch(
     watch.start()
     with _Signals(watch) as signals, _quiet_engine():
         try:
-            _start(_prepare(folder, entry, job, setup, limits), folder, watch)
+            forks = devices.start_method(device) == "fork"
+            _start(_prepare(folder, entry, job, setup, limits), folder, watch, signals, forks)
         finally:
             signals.hold()
             watch.stop()
@@ -156,20 +160,45 @@ def _prepare(folder: Path, entry: str, job: dict[str, Any], setup: RankSetup, li
     )
 
 
-def _start(config: LaunchConfig, folder: Path, watch: Watch) -> None:
+def _start(config: LaunchConfig, folder: Path, watch: Watch, signals: "_Signals", forks: bool) -> None:
+    task = str(folder / "job.json")
     try:
-        elastic_launch(config, sys.executable)("-c", _BOOT, str(folder / "job.json"))
+        if forks:
+            os.environ.setdefault(_TOKENIZER_THREADS, "false")
+            sys.stdout.flush()  # a rank would write what stands in the buffers once more
+            sys.stderr.flush()
+            elastic_launch(replace(config, start_method="fork"), _forked)(task)
+        else:
+            elastic_launch(config, sys.executable)("-c", _BOOT, task)
     except ChildFailedError as error:
-        failures = error.failures
+        failures: dict[int, ProcessFailure] = error.failures
     except RendezvousError as error:
         raise EnvError(f"the ranks could not be started: {error}", "see whether 127.0.0.1 can be used") from error
     else:
         return
-    raise _job_error(failures, folder, watch) from None
+    codes = {rank: one.exitcode for rank, one in failures.items()} | signals.codes
+    raise _job_error(codes, folder, watch) from None
 
 
-def _job_error(failures: dict[int, ProcessFailure], folder: Path, watch: Watch) -> ModelslimError:
-    """The one error of a job that failed: the cause, not its echoes on other ranks."""
+def _forked(path: str) -> None:
+    """What `_BOOT` does, in a process that has all modules already, and its parent's signal handlers and loggers."""
+    os.setsid()  # a process group of its own, as the engine gives to a program
+    for one in (*_SIGNALS, _TORCH_SIGNAL):
+        signal.signal(one, signal.SIG_DFL)
+    task = json.loads(Path(path).read_text())
+    (Path(task["folder"]) / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+    os.environ.update(task["environment"])
+    faulthandler.disable()  # the engine switches it on; how a rank ended is told once, by the parent
+    tempfile.tempdir = task["environment"]["TMPDIR"]  # the parent's choice is kept in the module
+    work(task)
+
+
+def _job_error(codes: dict[int, int], folder: Path, watch: Watch) -> ModelslimError:
+    """The one error of a job that failed: the cause, not its echoes on other ranks.
+
+    Args:
+        codes: rank → exit code, or minus a signal, of the ranks whose end was seen.
+    """
     if watch.verdict:
         return RankFailedError(watch.verdict, "look at the rank that waits for nobody")
     beats = watch.beats()
@@ -181,16 +210,15 @@ def _job_error(failures: dict[int, ProcessFailure], folder: Path, watch: Watch) 
     first = first_of(list(reports.values()))
     if first is not None and not first.lost_peer:
         return first.error()
-    ended = {
-        rank: one.exitcode for rank, one in failures.items() if one.pid not in watch.killed and rank not in reports
-    }
+    pids = watch.pids()
+    ended = {rank: code for rank, code in codes.items() if pids.get(rank) not in watch.killed and rank not in reports}
     for rank, code in sorted(ended.items()):
         if code < 0 and -code != signal.SIGTERM:
             return _killed(rank, -code, beats[rank].place)
     for rank, code in sorted(ended.items()):
         if code > 0 and code != 128 + signal.SIGTERM:
             return RankFailedError(f"rank {rank} ended with exit code {code} at {beats[rank].place}", rank=rank)
-    gone = [rank for rank, one in enumerate(beats) if not one.ended and rank not in reports and rank not in failures]
+    gone = [rank for rank, one in enumerate(beats) if not one.ended and rank not in reports and not codes.get(rank, 0)]
     if gone:
         return RankFailedError(f"rank {gone[0]} left at {beats[gone[0]].place}, before the job was done", rank=gone[0])
     stopped = [rank for rank, one in enumerate(beats) if one.ended == watchdog.TERMINATED]
@@ -199,10 +227,8 @@ def _job_error(failures: dict[int, ProcessFailure], folder: Path, watch: Watch) 
         return _killed(rank, signal.SIGTERM, beats[rank].place)
     if first is not None:
         return first.error()
-    rank = min(failures)
-    return RankFailedError(
-        f"rank {rank} ended with exit code {failures[rank].exitcode} at {beats[rank].place}", rank=rank
-    )
+    rank = min(codes)
+    return RankFailedError(f"rank {rank} ended with exit code {codes[rank]} at {beats[rank].place}", rank=rank)
 
 
 def _killed(rank: int, signum: int, place: watchdog.Place) -> RankFailedError:
@@ -232,7 +258,8 @@ def _refuse_objects(value: Any, where: str) -> None:
 class _Signals:
     """SIGINT, SIGTERM and SIGHUP end the job and then this process; a second one does not wait for anybody.
 
-    Only the main thread may set handlers; elsewhere a signal does what it did before.
+    SIGCHLD notes how each rank ended, since the engine tells that only of the first one that it looks at. Only the main
+    thread may set handlers; elsewhere a signal does what it did before.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -240,13 +267,27 @@ class _Signals:
         self._seen: list[int] = []
         self._holding = False
         self._before: dict[signal.Signals, Any] = {}
+        self.codes: dict[int, int] = {}  # rank → exit code, or minus the signal that killed it
 
     def __enter__(self) -> "_Signals":
         if threading.current_thread() is threading.main_thread():
-            self._before = {one: signal.getsignal(one) for one in (*_SIGNALS, _TORCH_SIGNAL)}
+            self._before = {one: signal.getsignal(one) for one in (*_SIGNALS, _TORCH_SIGNAL, signal.SIGCHLD)}
             for one in _SIGNALS:
                 signal.signal(one, self._handle)
+            signal.signal(signal.SIGCHLD, self._note_end)
         return self
+
+    def _note_end(self, _signum: int, _frame: FrameType | None) -> None:
+        for rank, pid in self._watch.pids().items():
+            if rank in self.codes:
+                continue
+            try:
+                # Looked at, not collected: the engine does that.
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # collected already
+                continue
+            if found is not None:
+                self.codes[rank] = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def hold(self) -> None:
         """From now on a signal waits for the end of the `with` block: nothing may interrupt the cleaning up."""

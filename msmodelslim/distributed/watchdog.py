@@ -185,10 +185,12 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and every rank that is still there."""
+        """End the thread, and every rank that is still there, with the children of all ranks."""
         self._stop.set()
         self._thread.join()
         self.kill()
+        for pid in self.pids().values():
+            _kill_group(pid)
 
     def kill(self) -> None:
         """SIGKILL for every rank that still runs, with its own children."""

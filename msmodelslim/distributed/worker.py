@@ -46,7 +46,7 @@ class RankSetup:
         device_ids: index of each rank of this machine.
         threads: CPU threads of each rank; None is its share of the cores.
         pin: keep each rank on its own slice of the cores.
-        log_level: of the root logger, a number of `logging`.
+        log_level: of this package, a number of `logging`.
     """
 
     device: str
@@ -67,7 +67,7 @@ def work(task: dict[str, Any]) -> None:
     faulthandler.register(watchdog.STACK_SIGNAL, file=stacks, all_threads=False)
     watchdog.start_beats(watchdog.beat_file(folder, rank))
     threading.Thread(target=_follow, args=(task["parent"], folder), daemon=True).start()
-    logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {rank}: %(message)s")
+    _log_as(rank, setup.log_level)
     try:
         with Catch() as caught:
             _run(task["entry"], task["job"], setup)
@@ -108,6 +108,15 @@ def join(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
     if not _tells_first(failure):
         sys.exit(1)
     raise failure.error() from caught.error
+
+
+def _log_as(rank: int, level: int) -> None:
+    """Every line of this package says which rank it is from; other packages only warn."""
+    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s rank {rank}: %(message)s", force=True)
+    package = logging.getLogger("msmodelslim")
+    for handler in list(package.handlers):  # of the process this one was forked from
+        package.removeHandler(handler)
+    package.setLevel(level)
 
 
 def _run(entry: str, job: dict[str, Any], setup: RankSetup) -> None:

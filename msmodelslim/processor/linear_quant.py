@@ -183,18 +183,18 @@ class LinearQuantProcessor(BaseSessionProcessor):
 
     @classmethod
     def examples(cls) -> list[dict[str, Any]]:
-        found = []
+        found: list[dict[str, Any]] = []
         for act, weight in PAIRS:
             for act_sym, weight_sym, scope in product(act.sym, weight.sym, weight.scopes):
                 if act.dtype is QDType.FLOAT and not act_sym:
                     continue  # a float input has no symmetry
                 method = "none" if act.dtype is QDType.FLOAT else "minmax"
-                half = {"dtype": str(act.dtype), "scope": str(act.scope), "symmetric": act_sym, "method": method}
+                half: dict[str, Any] = {"dtype": str(act.dtype), "scope": str(act.scope), "symmetric": act_sym, "method": method}
                 ext = {"two_level": weight.two_level} | ({"group_size": 32} if scope is QScope.PER_GROUP else {})
                 whole = {"dtype": str(weight.dtype), "scope": str(scope), "symmetric": weight_sym, "ext": ext}
                 found.append({"qconfig": {"act": half, "weight": whole}})
-        static = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
-        found.append({"qconfig": {"act": static, "weight": {"dtype": "int8", "scope": "per_channel"}}})
+        mean = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
+        found.append({"qconfig": {"act": mean, "weight": {"dtype": "int8", "scope": "per_channel"}}})
         return found
 
     def is_data_free(self) -> bool:

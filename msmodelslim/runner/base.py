@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from msmodelslim import device as devices
+from msmodelslim.distributed import watchdog
 from msmodelslim.errors import InvalidModelError
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
@@ -154,7 +155,7 @@ class BaseRunner(ABC):
                     processor.preprocess(request)
             if needs_forward(segment) and request.datas is not None:
                 with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
-                    request.on_sample = progress.sample
+                    request.on_sample = lambda done, total: _goes_on(progress, done, total)
                     segment[-1].process(request)
                 self._entry["forwards"] += 1
             if segment[-1] in saved:
@@ -183,11 +184,17 @@ class BaseRunner(ABC):
     @contextmanager
     def _phase(self, progress: LayerProgress, layer: str, phase: str) -> Iterator[None]:
         progress.phase(layer, phase)
+        watchdog.note(layer, phase=phase)
         start = time.perf_counter()
         yield
         seconds = self._entry["seconds"]
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
         self._entry["memory_mib"][phase] = devices.peak_memory_mib(self._context.device.type)
+
+
+def _goes_on(progress: LayerProgress, done: int, total: int) -> None:
+    watchdog.beat()
+    progress.sample(done, total)
 
 
 def needs_forward(segment: Sequence[BaseSessionProcessor]) -> bool:
@@ -220,7 +227,8 @@ def _norm(x: Tensor) -> float:
 
 @contextmanager
 def _place(layer: str, processor: BaseSessionProcessor, phase: str) -> Iterator[None]:
-    """An error from here on says where it happened."""
+    """An error from here on says where it happened, and so does the watch over the ranks."""
+    watchdog.note(layer, processor.registered_name, phase)
     try:
         yield
     except BaseException as error:

@@ -70,7 +70,7 @@ class DPLayerWiseRunner:
             device_ids=self._device_ids,
             threads=self._threads,
             pin=self._device == "cpu",
-            log_level=logging.getLogger().getEffectiveLevel(),
+            log_level=log.getEffectiveLevel(),
         )
 
 

@@ -1,3 +1,0 @@
-from tests.run_ranks import run_ranks
-
-__all__ = ["run_ranks"]
