@@ -6,7 +6,7 @@ taken relative to the largest of its group.
 Source: AWQ, arXiv:2306.00978; the weight's part as in llm-compressor's duo scaling.
 """
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -36,6 +36,10 @@ class AwqProcessor(SmoothProcessor):
                     f"{weight.scope}"
                 )
             return self
+
+    @classmethod
+    def examples(cls) -> list[dict[str, Any]]:
+        return [{"weight_qconfig": {"dtype": "int4", "scope": "per_group", "ext": {"group_size": 32}}}]
 
     def plan(self) -> Plan:
         duo = self.config.duo_scaling

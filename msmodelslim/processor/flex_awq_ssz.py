@@ -4,6 +4,7 @@ Source: AWQ, arXiv:2306.00978, section 3.2.
 """
 
 from functools import partial
+from typing import Any
 
 from pydantic import Field
 
@@ -22,6 +23,11 @@ class FlexAwqSszProcessor(SmoothProcessor):
         qconfig: LinearQConfig = Field(description="how the consumers will be quantized; `linear_quant`'s own words")
         alpha: float | None = Field(None, ge=0, le=1, description="exponent of the activations; searched when left out")
         beta: float | None = Field(None, ge=0, le=1, description="exponent of the weights; 0 when left out")
+
+    @classmethod
+    def examples(cls) -> list[dict[str, Any]]:
+        act = {"dtype": "int8", "scope": "per_token", "method": "minmax"}
+        return [{"qconfig": {"act": act, "weight": {"dtype": "int8", "scope": "per_channel"}}}]
 
     def plan(self) -> Plan:
         config = self.config

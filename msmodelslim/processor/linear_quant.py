@@ -189,7 +189,12 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 if act.dtype is QDType.FLOAT and not act_sym:
                     continue  # a float input has no symmetry
                 method = "none" if act.dtype is QDType.FLOAT else "minmax"
-                half: dict[str, Any] = {"dtype": str(act.dtype), "scope": str(act.scope), "symmetric": act_sym, "method": method}
+                half: dict[str, Any] = {
+                    "dtype": str(act.dtype),
+                    "scope": str(act.scope),
+                    "symmetric": act_sym,
+                    "method": method,
+                }
                 ext = {"two_level": weight.two_level} | ({"group_size": 32} if scope is QScope.PER_GROUP else {})
                 whole = {"dtype": str(weight.dtype), "scope": str(scope), "symmetric": weight_sym, "ext": ext}
                 found.append({"qconfig": {"act": half, "weight": whole}})

@@ -115,7 +115,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         for kind in SubgraphKind:
             if kind in self.config.enable_subgraph_type:
                 self._scale(self._cases(kind, stats, rescale), search, rescale)
-        rescale.commit()
+        self.context.record.rewritten += rescale.commit()
         self._inputs = self._readers = self._shared = None
 
     def abort(self) -> None:

@@ -94,12 +94,15 @@ class LayerRescale:
         self._tensors |= tensors
         return ""
 
-    def commit(self) -> None:
-        """Put the new tensors in place of the old ones."""
+    def commit(self) -> list[str]:
+        """Put the new tensors in place of the old ones; returns their full names."""
+        changed = []
         for name in list(self._tensors):
             for key, tensor in self._tensors.pop(name).items():
                 setattr(self._modules[name], key, nn.Parameter(tensor, requires_grad=False))
+                changed.append(f"{name}.{key}")
         self._changes.clear()
+        return changed
 
     def _with(self, name: str, **parts: Tensor | None) -> Change:
         before = self._changes.get(name, Change())
