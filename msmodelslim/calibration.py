@@ -99,7 +99,7 @@ def load_samples(dataset: str) -> SampleSet:
         shown = "".join(mistakes[:SHOWN_MISTAKES])
         more = f"\n  and {len(mistakes) - SHOWN_MISTAKES} more" if len(mistakes) > SHOWN_MISTAKES else ""
         raise InvalidDatasetError(
-            f"{path}: {len(mistakes)} of {len(records)} records cannot be used:{shown}{more}\n", "mend or remove them"
+            f"{path}: {len(mistakes)} of {len(records)} records cannot be used; mend or remove them:{shown}{more}"
         )
     if not samples:
         raise InvalidDatasetError(
