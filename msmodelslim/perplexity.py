@@ -194,7 +194,8 @@ def _windows(
     try:
         content = text.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidDatasetError(f"{text} cannot be read as UTF-8 text: {error}", "give a plain text file") from error
+        why = f"not UTF-8 at byte {error.start}" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise InvalidDatasetError(f"{text} cannot be read: {why}", "give a plain text file in UTF-8") from error
     tokenizer = load_tokenizer(adapter.model_path, trust_remote_code)
     ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     whole = len(ids) // window_length
