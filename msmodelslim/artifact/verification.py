@@ -71,7 +71,8 @@ def verify_main(path: Path, source: Path | None) -> int:
     console.print(table)
     for finding in found.findings:
         console.print(str(finding), markup=False, soft_wrap=True)
-    console.print(f"{len(found.findings)} findings" if found.findings else "no findings")
+    count = len(found.findings)
+    console.print(f"{count or 'no'} finding{'' if count == 1 else 's'}")
     return 1 if found.findings else 0
 
 
