@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelslimError as error:
         if args.debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        notes = [str(note) for note in vars(error).get("__notes__", ())]
+        print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -300,15 +300,17 @@ def test_a_users_error_is_one_message_and_debug_adds_the_traceback(
     capsys: pytest.CaptureFixture[str], run_of: Any
 ) -> None:
     def fail() -> None:
-        raise UnsupportedError("it is too large", "make it smaller")
+        error = UnsupportedError("it is too large", "make it smaller")
+        error.add_note("at layer 3")
+        raise error
 
     run_of(fail)
     assert main(["inspect", "x"]) == 1
-    assert capsys.readouterr().err == "error: it is too large; make it smaller\n"
+    assert capsys.readouterr().err == "error: it is too large; make it smaller\n  at layer 3\n"
     assert main(["inspect", "x", "--debug"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("Traceback (most recent call last):")
-    assert err.endswith("error: it is too large; make it smaller\n")
+    assert err.endswith("error: it is too large; make it smaller\n  at layer 3\n")
 
 
 def test_a_defect_of_ours_keeps_its_traceback(run_of: Any) -> None:
