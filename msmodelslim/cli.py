@@ -62,12 +62,13 @@ def quant(args: argparse.Namespace) -> None:
     from msmodelslim.paths import refuse_unsafe_paths
 
     refuse_unsafe_paths(args.model_path, args.save_path, args.overwrite)
-    from msmodelslim import device, practice
+    from msmodelslim import device, plugins, practice
     from msmodelslim.model.families import open_model
     from msmodelslim.quant_service import QuantJob, quantize, rehearse
 
     kind, indices = device.parse_device(args.device, args.device_id)
     device.check_present(kind, indices)
+    plugins.load_plugins(args.plugin)
     own = practice.from_file(args.config_path) if args.config_path else None
     adapter = open_model(args.model_path, args.model_type, args.trust_remote_code)
     names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
@@ -92,6 +93,7 @@ def quant(args: argparse.Namespace) -> None:
         debug=args.debug,
         overwrite=args.overwrite,
         threads=args.threads,
+        plugins=plugins.absolute(args.plugin),
     )
     (rehearse if args.dry_run else quantize)(job)
 
@@ -118,7 +120,14 @@ def evaluate(args: argparse.Namespace) -> None:
     kind, indices = device.parse_device(args.device, args.device_id)
     device.check_present(kind, indices)
     eval_main(
-        args.directory, args.text, args.windows, args.window_length, kind, threads=args.threads, device_index=indices[0]
+        args.directory,
+        args.text,
+        args.windows,
+        args.window_length,
+        kind,
+        threads=args.threads,
+        device_index=indices[0],
+        trust_remote_code=args.trust_remote_code,
     )
 
 
@@ -179,18 +188,22 @@ def _add_quant(parser: argparse.ArgumentParser) -> None:
     add("--tag", "--tags", nargs="*", action="extend", default=[], metavar="TAG", help="engine or hardware to serve on")
     add("--yes", "-y", action="store_true", help="accept a practice that does not fit exactly")
     _add_device(parser)
-    add(
-        *("--trust_remote_code",),
-        nargs="?",
-        const=True,
-        default=False,
-        type=_boolean,
-        metavar="True|False",
-        help="let Python files of the checkpoint run",
-    )
+    _add_trust(parser)
     add("--dataset", metavar="FILE", help="calibration data, instead of the recipe's")
     add("--dry_run", action="store_true", help="check everything that needs no weights, write nothing")
     add("--overwrite", action="store_true", help="replace an earlier result at --save_path")
+    _add_plugin(parser)
+
+
+def _add_plugin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        *("--plugin", "--plugins"),
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="MODULE|FILE.py",
+        help="import it first, for processors that are not part of msmodelslim",
+    )
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -198,6 +211,18 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", metavar="TYPE", help="auto (default), cpu, cuda, npu; also npu:0,1")
     add("--device_id", type=_natural, nargs="+", metavar="N", help="which devices of that type")
     add("--threads", type=_positive, metavar="N", help="CPU threads")
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trust_remote_code",
+        nargs="?",
+        const=True,
+        default=False,
+        type=_boolean,
+        metavar="True|False",
+        help="let Python files of the checkpoint run",
+    )
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
@@ -216,6 +241,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=_positive, default=32, metavar="N", help="windows of text (default 32)")
     add("--window_length", type=_positive, default=512, metavar="TOKENS", help="tokens a window (default 512)")
     _add_device(parser)
+    _add_trust(parser)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

@@ -100,11 +100,13 @@ def eval_main(
     device: str,
     threads: int | None = None,
     device_index: int = 0,
+    trust_remote_code: bool = False,
 ) -> None:
     """`msmodelslim eval`: measure and print a table on standard output."""
     if threads is not None:
         devices.set_threads(device, threads)
-    found = evaluate(path, text, windows, window_length, devices.torch_device(device, device_index), shown=True)
+    place = devices.torch_device(device, device_index)
+    found = evaluate(path, text, windows, window_length, place, trust_remote_code=trust_remote_code, shown=True)
     table = Table(title="perplexity", title_justify="left", show_header=False)
     asked = f" (of {windows} asked: the text has no more)" if found.windows < windows else ""
     for row in (

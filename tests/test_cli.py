@@ -272,12 +272,12 @@ def test_eval_hands_over_what_the_words_said(monkeypatch: pytest.MonkeyPatch) ->
     stand_in = ModuleType("msmodelslim.perplexity")
     vars(stand_in)["eval_main"] = lambda *args, **named: seen.append((*args, named))
     monkeypatch.setitem(sys.modules, "msmodelslim.perplexity", stand_in)
-    words = "out --text a.txt --windows 4 --window-length 64 --device cpu:0 --threads 2"
+    words = "out --text a.txt --windows 4 --window-length 64 --device cpu:0 --threads 2 --trust-remote-code"
     assert main(["eval", *words.split()]) == 0
     assert main(["eval", "out", "--device", "cpu"]) == 0
     assert seen == [
-        (Path("out"), Path("a.txt"), 4, 64, "cpu", {"threads": 2, "device_index": 0}),
-        (Path("out"), None, 32, 512, "cpu", {"threads": None, "device_index": 0}),
+        (Path("out"), Path("a.txt"), 4, 64, "cpu", {"threads": 2, "device_index": 0, "trust_remote_code": True}),
+        (Path("out"), None, 32, 512, "cpu", {"threads": None, "device_index": 0, "trust_remote_code": False}),
     ]
 
 
