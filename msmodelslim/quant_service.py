@@ -26,6 +26,7 @@ from msmodelslim.errors import EnvError, ModelslimError, UnsupportedError
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
 from msmodelslim.model.families import open_model
 from msmodelslim.paths import refuse_unsafe_paths
+from msmodelslim.plugins import load_plugins
 from msmodelslim.processor.base import BaseSessionProcessor, RunContext, RunRecord
 from msmodelslim.recipe import Recipe, Step, parse_recipe
 from msmodelslim.registry import lookup, names
@@ -75,6 +76,7 @@ class QuantJob:
         overwrite: replace what is at `save_path`.
         threads: CPU threads a rank; None shares the cores out evenly.
         leader: process that leads the run; the output's hidden directory is named after it.
+        plugins: modules and .py files of other people's processors, to import first.
     """
 
     model_path: Path
@@ -90,6 +92,7 @@ class QuantJob:
     overwrite: bool = False
     threads: int | None = None
     leader: int | None = None
+    plugins: tuple[str, ...] = ()
 
     def plain(self) -> dict[str, Any]:
         """As values that JSON can hold, for other processes."""
@@ -99,7 +102,8 @@ class QuantJob:
     def from_plain(cls, values: dict[str, Any]) -> "QuantJob":
         """The job again, from `plain`."""
         paths = {name: Path(values[name]) for name in ("model_path", "save_path")}
-        return cls(**values | paths | {"device_ids": tuple(values["device_ids"])})
+        tuples = {name: tuple(values[name]) for name in ("device_ids", "plugins")}
+        return cls(**values | paths | tuples)
 
 
 @dataclass
@@ -136,6 +140,7 @@ def quantize(job: QuantJob) -> None:
         ModelslimError: a user's mistake or a limit; nothing is left behind at `save_path`.
     """
     start = time.perf_counter()
+    load_plugins(job.plugins)
     recipe = parse_recipe(job.recipe_text, job.recipe_source)
     chosen = _choose_runner_type(recipe.runner, job.device_ids)
     several = chosen is DPLayerWiseRunner and (len(job.device_ids) > 1 or joins_outer_launcher())
@@ -197,6 +202,7 @@ def _choose_runner_type(runner: str, device_ids: Sequence[int]) -> type[BaseRunn
 
 def open_session(job: QuantJob, rank: int = 0, world_size: int = 1) -> Session:
     """Build and check everything that needs no weight: recipe, model, data, patterns, format, space."""
+    load_plugins(job.plugins)
     refuse_unsafe_paths(job.model_path, job.save_path, job.overwrite)
     recipe = parse_recipe(job.recipe_text, job.recipe_source)
     adapter = open_model(job.model_path, job.model_type, job.trust_remote_code)
@@ -249,7 +255,8 @@ def _runner(
     session: Session, cls: type[BaseRunner], steps: Sequence[BaseSessionProcessor], samples: list[dict[str, Any]]
 ) -> BaseRunner:
     """The runner on this rank's share of the samples: each sample goes to one rank, and a rank may get none."""
-    mine = rank_share(list(enumerate(samples)), session.rank, session.world_size)
+    shares = [rank_share(list(enumerate(samples)), rank, session.world_size) for rank in range(session.world_size)]
+    mine = shares[session.rank]
     return cls(
         session.context,
         steps,
@@ -257,6 +264,8 @@ def _runner(
         [index for index, _ in mine],
         len(samples),
         shown=session.rank == 0,
+        rounds=max(map(len, shares)),
+        spare=samples[0] if samples and not all(shares) else None,
     )
 
 
@@ -360,10 +369,10 @@ def _describe(session: Session) -> None:
 
 
 def _memory_estimate_mib(session: Session) -> float:
-    """An idle process, a layer with its codes and the next one's pages, the samples twice (in and out)."""
+    """An idle process, a layer with its codes and the next one's pages, and the samples' hidden states once."""
     width = session.adapter.checkpoint.config.get("hidden_size", 0)
     tokens = session.facts.data.get("tokens", 0)
-    return _PROCESS_MIB + (2.5 * session.layer_bytes + 2 * tokens * width * session.adapter.dtype.itemsize) / 2**20
+    return _PROCESS_MIB + (2.5 * session.layer_bytes + tokens * width * session.adapter.dtype.itemsize) / 2**20
 
 
 def _refuse_small_disk(save_path: Path, needed_bytes: int) -> None:

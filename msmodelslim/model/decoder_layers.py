@@ -148,8 +148,9 @@ class DecoderAdapter(ModelSlimPipelineInterfaceV1):
         calls = [(self._pool.shared(args[1:]), self._pool.shared(kwargs)) for args, kwargs in calls]
         for name, layer in self.generate_decoder_layer(model, device):
             args, kwargs = calls.pop(0)
-            hidden = output[0] if isinstance(output, tuple) else output
-            output = yield ProcessRequest(name, layer, (hidden, *args), kwargs)
+            hidden = [output[0] if isinstance(output, tuple) else output]
+            output = None  # while the caller works, only the caller holds the hidden states
+            output = yield ProcessRequest(name, layer, (hidden.pop(), *args), kwargs)
             if output is None:
                 raise ValueError(f"{name}: send the layer's output to get the next layer")
 

@@ -28,6 +28,7 @@ class BatchProcessRequest:
         sample_ids: global index of each sample in `datas`.
         sample_count: samples of all ranks together.
         sample_id: global index of the sample being forwarded; -1 outside a forward.
+        last_forward: nobody forwards these samples through this layer again, so an input may go once it is used.
         on_sample: told (samples done, samples in all) while a forward goes on.
     """
 
@@ -38,6 +39,7 @@ class BatchProcessRequest:
     sample_ids: Sequence[int] = ()
     sample_count: int = 0
     sample_id: int = -1
+    last_forward: bool = False
     on_sample: Callable[[int, int], None] = field(default=lambda done, total: None, repr=False)
 
 
@@ -115,8 +117,11 @@ class BaseSessionProcessor:
         if request.datas is None:
             return
         request.outputs = []
-        for sample_id, (args, kwargs) in zip(request.sample_ids, request.datas, strict=True):
+        for index, sample_id in enumerate(request.sample_ids):
             request.sample_id = sample_id
+            args, kwargs = request.datas[index]
+            if request.last_forward and sample_id:  # sample 0 is looked at once more, to measure what rounding does
+                request.datas[index] = ((), {})  # one copy of all activations is enough
             request.outputs.append(request.module(*args, **kwargs))
             request.on_sample(len(request.outputs), len(request.datas))
         request.sample_id = -1
@@ -140,6 +145,15 @@ class BaseSessionProcessor:
 
     def need_kv_cache(self) -> bool:
         """True when the forward must run with its key-value cache."""
+        return False
+
+    def syncs_in_forward(self) -> bool:
+        """True when its observers communicate while samples flow, so that every rank must forward equally many.
+
+        A rank with fewer samples than another then forwards one again and drops the outcome, so only statistics that do
+        not count how often they see a sample, such as extrema, may be collected so. Such a processor shares its forward
+        only with others of its kind.
+        """
         return False
 
     def support_distributed(self) -> bool:

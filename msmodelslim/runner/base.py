@@ -6,6 +6,7 @@ the rounding of the last observing step does not. A sample is always forwarded a
 is in the batch, and thus not on the number of ranks.
 """
 
+import copy
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ from msmodelslim.errors import InvalidModelError
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.runner.progress import LayerProgress
+from msmodelslim.runner.spare import SpareFlow
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ class BaseRunner(ABC):
         sample_ids: global index of each of them.
         sample_count: samples of all ranks together; as many as `samples` when left out.
         shown: False on ranks that do not speak for the job.
+        rounds: most samples that any rank has; as many as `samples` when left out.
+        spare: global sample 0 where some rank has no sample, for steps with `syncs_in_forward`.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class BaseRunner(ABC):
         sample_ids: Sequence[int] = (),
         sample_count: int | None = None,
         shown: bool = True,
+        rounds: int | None = None,
+        spare: dict[str, Any] | None = None,
     ) -> None:
         self._context = context
         self._processors = list(processors)
@@ -56,6 +62,10 @@ class BaseRunner(ABC):
         self._sample_count = len(self._samples) if sample_count is None else sample_count
         self._shown = shown
         self._entry: dict[str, Any] = {}
+        self._rounds = len(self._samples) if rounds is None else rounds
+        self._spare: SpareFlow | None = None
+        if spare is not None and any(p.syncs_in_forward() for p in self._processors):
+            self._spare = SpareFlow(context, spare, used=not self._samples)
 
     @abstractmethod
     def _before_layers(self, model: nn.Module) -> None:
@@ -96,6 +106,8 @@ class BaseRunner(ABC):
         flows: list[Flow] = []
         if needs_data:
             flows = [adapter.generate_model_forward(model, sample, device) for sample in self._samples]
+            if self._spare is not None:
+                self._spare.start(model)
         outputs: list[Any] | None = None
         visit = adapter.generate_model_visit(model, device)
         try:
@@ -120,6 +132,8 @@ class BaseRunner(ABC):
             visit.close()
             for flow in flows:
                 flow.close()
+            if self._spare is not None:
+                self._spare.close()
 
     def _gather(
         self, target: ProcessRequest, flows: list[Flow] | None, outputs: list[Any] | None
@@ -127,6 +141,8 @@ class BaseRunner(ABC):
         """The layer with every sample's arguments: each flow moves on to it, fed with the layer before's output."""
         if flows is None:
             return BatchProcessRequest(target.name, target.module)
+        if self._spare is not None and outputs is not None:
+            self._spare.go_on(outputs)
         datas = []
         for index, flow in enumerate(flows):
             if outputs is None:
@@ -148,6 +164,7 @@ class BaseRunner(ABC):
         self, request: BatchProcessRequest, segments: list[list[BaseSessionProcessor]], progress: LayerProgress
     ) -> None:
         saved = [p for p in self._processors if p.kind == "saver"]
+        last = next((segment for segment in reversed(segments) if needs_forward(segment)), None)
         for segment in segments:
             names = " + ".join(p.registered_name for p in segment)
             for processor in segment:
@@ -155,8 +172,9 @@ class BaseRunner(ABC):
                     processor.preprocess(request)
             if needs_forward(segment) and request.datas is not None:
                 with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
+                    request.last_forward = segment is last
                     request.on_sample = lambda done, total: _goes_on(progress, done, total)
-                    segment[-1].process(request)
+                    self._forward(request, segment)
                 self._entry["forwards"] += 1
             if segment[-1] in saved:
                 self._measure(request, progress)
@@ -165,6 +183,20 @@ class BaseRunner(ABC):
                     processor.postprocess(request)
         if not saved:
             self._measure(request, progress)
+
+    def _forward(self, request: BatchProcessRequest, segment: list[BaseSessionProcessor]) -> None:
+        """Every sample of this rank; where a step communicates meanwhile, as many calls as on any other rank."""
+        own, ids = request.datas, request.sample_ids
+        assert own is not None, "a run that needs data has some"
+        lacking = self._rounds - len(own) if any(p.syncs_in_forward() for p in segment) else 0
+        if lacking > 0 and self._spare is not None:
+            last, sample_id = (own[-1], ids[-1]) if own else (self._spare.call, 0)
+            # Copied before anything is called: a layer may write into its arguments, as into a key-value cache.
+            request.datas = own + [copy.deepcopy(last) for _ in range(lacking)]
+            request.sample_ids = [*ids, *[sample_id] * lacking]
+        segment[-1].process(request)
+        request.datas, request.sample_ids = own, ids
+        request.outputs = None if request.outputs is None else request.outputs[: len(own)]
 
     def _measure(self, request: BatchProcessRequest, progress: LayerProgress) -> None:
         """What rounding did to the layer: its weights, and its output for global sample 0 where this rank holds it."""
@@ -206,7 +238,8 @@ def share_forwards(processors: Sequence[BaseSessionProcessor]) -> list[list[Base
     """Consecutive steps that may use one forward together; each other step stands alone. Order is kept."""
     segments: list[list[BaseSessionProcessor]] = []
     for processor in processors:
-        if segments and processor.shares_forward() and all(p.shares_forward() for p in segments[-1]):
+        together = segments and segments[-1][-1].syncs_in_forward() == processor.syncs_in_forward()
+        if together and processor.shares_forward() and all(p.shares_forward() for p in segments[-1]):
             segments[-1].append(processor)
         else:
             segments.append([processor])
