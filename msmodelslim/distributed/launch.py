@@ -42,6 +42,7 @@ _PLAIN = (str, int, float, bool, type(None))
 #: Settings for each rank: threads before any library starts its pool, ranks meet on the loopback, torch stays quiet.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _DEFAULTS = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"} if sys.platform == "linux" else {}
+_ENGINE_LOGGERS = ("torch.distributed.", "torch.multiprocessing", "torchelastic")
 _TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"  # its pool of threads does not survive a fork
 _BOOT = """\
 import json, os, sys
@@ -319,9 +320,7 @@ def _restore_environment(before: dict[str, str]) -> None:
 @contextmanager
 def _quiet_engine() -> Iterator[None]:
     """The engine's own log lines and warnings would show each failure again, in other words."""
-    names = [
-        name for name in logging.root.manager.loggerDict if name.startswith(("torch.distributed.", "torchelastic"))
-    ]
+    names = [name for name in logging.root.manager.loggerDict if name.startswith(_ENGINE_LOGGERS)]
     loggers = [one for one in map(logging.getLogger, names) if not one.disabled]
     for one in loggers:
         one.disabled = True
