@@ -149,8 +149,11 @@ def core_slice(cores: list[int], place: int, count: int) -> set[int]:
 def _report(failure: Failure, folder: Path) -> NoReturn:
     path = watchdog.error_file(folder, failure.rank)
     aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(failure.plain()))
-    aside.rename(path)
+    try:
+        aside.write_text(json.dumps(failure.plain()))
+        aside.rename(path)
+    except OSError as error:  # a full disk may be the very failure; so that its words are not lost
+        _log.error("%s (and %s takes no report: %s)", failure.error(), folder, error.strerror)
     _exit(1)
 
 
