@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -66,11 +66,12 @@ def quant(args: argparse.Namespace) -> None:
     from msmodelslim.model.families import open_model
     from msmodelslim.quant_service import QuantJob, quantize, rehearse
 
-    kind, indices = device.parse_device(args.device, args.device_id)
-    device.check_present(kind, indices)
     plugins.load_plugins(args.plugin)
-    own = practice.from_file(args.config_path) if args.config_path else None
-    adapter = open_model(args.model_path, args.model_type, args.trust_remote_code)
+    (kind, indices), own, adapter = _all_of(
+        lambda: device.parse_present(args.device, args.device_id),
+        lambda: practice.from_file(args.config_path) if args.config_path else None,
+        lambda: open_model(args.model_path, args.model_type, args.trust_remote_code),
+    )
     names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
     choice = own or practice.choose(adapter.pedigree, names, args.quant_type, args.tag, args.yes)
     print(f"model:  {adapter.model_type} (family {adapter.registered_name})")
@@ -117,8 +118,7 @@ def evaluate(args: argparse.Namespace) -> None:
     from msmodelslim import device
     from msmodelslim.perplexity import eval_main
 
-    kind, indices = device.parse_device(args.device, args.device_id)
-    device.check_present(kind, indices)
+    kind, indices = device.parse_present(args.device, args.device_id)
     eval_main(
         args.directory,
         args.text,
@@ -258,6 +258,22 @@ def _parse(words: list[str]) -> argparse.Namespace:
         parser.error(f"{words[0]!r} is no command; {_nearest(words[0], list(commands))}")
     _refuse_unknown(commands[words[0]], words[1:])
     return parser.parse_args(words)
+
+
+def _all_of(*checks: Callable[[], Any]) -> list[Any]:
+    """What each check returns; where several fail, one error that tells what all of them found."""
+    found: list[Any] = []
+    errors: list[ModelslimError] = []
+    for check in checks:
+        try:
+            found.append(check())
+        except ModelslimError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ModelslimError("\n  ".join(["several things are wrong:", *map(str, errors)])) from errors[0]
+    return found
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:

@@ -57,6 +57,13 @@ def parse_device(device: str, device_id: list[int] | None) -> tuple[str, tuple[i
     return _best() if kind == "auto" else kind, tuple(indices) or (0,)
 
 
+def parse_present(device: str, device_id: list[int] | None) -> tuple[str, tuple[int, ...]]:
+    """`parse_device`, checked by `check_present`."""
+    kind, indices = parse_device(device, device_id)
+    check_present(kind, indices)
+    return kind, indices
+
+
 def check_present(kind: str, indices: tuple[int, ...]) -> None:
     """Raise EnvError if the machine lacks one of the devices; one line that says what is there.
 

@@ -258,6 +258,19 @@ def test_the_default_family_is_taken_when_asked_for(jobs: list[Any], paths: list
     assert jobs[0][1].model_type == "default"
 
 
+def test_a_wrong_device_recipe_and_model_are_told_at_once(
+    jobs: list[Any], paths: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(RECIPE.replace("spec:", "spec:\n  runnr: auto").replace("int8", "int9"))
+    words = ["--device", "npu:0", "--config_path", str(tmp_path / "wrong.yaml"), "--model_type", "lama"]
+    assert main(["quant", *paths[:4], *words]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: several things are wrong:\n  npu:0 is not on this machine")
+    for said in ("wrong.yaml:5: spec.runnr: unknown key", "weight.dtype: 'int9' is not known", "'lama' begins like no"):
+        assert said in err
+    assert jobs == []
+
+
 def test_unsafe_paths_are_refused_before_anything_is_imported(t_dense: Path) -> None:
     script = "import sys; from msmodelslim.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     words = ["quant", "--model_path", str(t_dense), "--save_path", f"{t_dense}/"]
