@@ -1,6 +1,8 @@
 """What the README says exists, and its commands run in the order they are written."""
 
+import ast
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -63,6 +65,15 @@ def test_the_least_python_is_the_same_everywhere():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"] == ">=3.11"
     assert "Python 3.11 or newer" in README
     assert "sys.version_info < (3, 11)" in (ROOT / "Makefile").read_text()
+
+
+def test_an_older_interpreter_is_told_which_one_is_needed(monkeypatch):
+    path = ROOT / "msmodelslim" / "__init__.py"
+    ast.parse(path.read_text(), feature_version=(3, 7))
+    monkeypatch.setattr("sys.version_info", (3, 10, 2))
+    monkeypatch.setattr("sys.version", "3.10.2 (main)")
+    with pytest.raises(SystemExit, match=r"^msmodelslim needs Python 3\.11 or newer; this is 3\.10\.2$"):
+        runpy.run_path(str(path))
 
 
 @pytest.mark.parametrize(
