@@ -14,12 +14,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from msmodelslim.ir.mx import floor_log2
 from msmodelslim.ir.qparam import qparam, to_codes
 from msmodelslim.ir.quantize import WeightCodes
 from msmodelslim.ir.scheme import QDType, QScheme, QScope
 from msmodelslim.registry import register
-from msmodelslim.weight.base import Gram, Rounded, WeightMethod, importance, improvement, refuse_gram, refuse_weight
+from msmodelslim.weight.base import (
+    Gram,
+    Rounded,
+    WeightMethod,
+    importance,
+    improvement,
+    refuse_gram,
+    refuse_weight,
+    unit_of,
+)
 
 _CHUNK_ELEMENTS = 2**20
 
@@ -101,8 +109,7 @@ class AwqClip(WeightMethod):
         """Scale and offset [R, G, 1], and the loss with them and with min-max, float64 [R, G]."""
         low_RG1, high_RG1 = weight_RGE.amin(2, keepdim=True), weight_RGE.amax(2, keepdim=True)
         # Losses are squares, so they are taken in units of a power of two a block.
-        exponent_RG1 = floor_log2(torch.maximum(-low_RG1, high_RG1)).clamp_(-100, 100)
-        unit_RG1 = torch.ldexp(torch.ones_like(low_RG1), exponent_RG1)
+        unit_RG1 = unit_of(torch.maximum(-low_RG1, high_RG1))
         best: tuple[Tensor, Tensor | None, Tensor, Tensor] | None = None
         for ratio in self._ratios():
             scale_RG1, offset_RG1 = qparam(low_RG1 * ratio, high_RG1 * ratio, scheme, scale_dtype)

@@ -34,16 +34,36 @@ _CHUNK_ELEMENTS = 2**18
 _SHIFTS = (1, -1)  # from the OCP exponent, which wins ties
 
 
-def search_exponent(
-    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, c: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Shared exponents of some rows.
+def search_exponents(
+    weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None, c: float | None = None
+) -> tuple[WeightCodes, float, float]:
+    """Codes of a whole weight; a few rows at a time, so that temporaries stay small.
 
     Args:
-        weight_RI: float32, finite.
-        dtype: `mxfp8` or `mxfp4`.
+        weight_OI: finite, any float type.
+        scheme: mxfp8 or mxfp4.
         importance_I: weight of each column's squared errors, above 0; None for 1.
-        c: try ceil(log2(largest/c)) instead of the neighbours.
+        c: try ceil(log2(largest/c)) instead of the neighbours of the OCP exponent.
+
+    Returns:
+        Codes, Σ h·(w − ŵ)², and the same for the OCP exponents.
+    """
+    codes, exponents = [], []
+    error = ocp_error = 0.0
+    for part_OI in weight_OI.split(max(_CHUNK_ELEMENTS // weight_OI.shape[1], 1)):
+        part_RI = part_OI.float()
+        exponent_RB, error_RB, ocp_RB = _best_exponents(part_RI, scheme.dtype, importance_I, c)
+        exponents.append(exponent_RB)
+        codes.append(_codes(part_RI, exponent_RB, scheme.dtype).view(torch.uint8))  # float8 cannot be joined everywhere
+        error, ocp_error = error + float(error_RB.sum()), ocp_error + float(ocp_RB.sum())
+    dtype = torch.float8_e4m3fn if scheme.dtype is QDType.MXFP8 else torch.uint8
+    return WeightCodes(torch.cat(codes).view(dtype), torch.cat(exponents)), error, ocp_error
+
+
+def _best_exponents(
+    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, c: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shared exponents of some rows.
 
     Returns:
         E8M0 bytes, uint8 [R, B]; Σ h·(w − ŵ)² with them, and with the OCP exponents, float64 [R, B].
@@ -65,7 +85,7 @@ def search_exponent(
     return best_RB, error_RB, ocp_error_RB
 
 
-def mx_codes(weight_RI: Tensor, exponent_RB: Tensor, dtype: QDType) -> Tensor:
+def _codes(weight_RI: Tensor, exponent_RB: Tensor, dtype: QDType) -> Tensor:
     """Element codes for given exponents: float8_e4m3fn (`mxfp8`) or uint8 (`mxfp4`), [R, I]."""
     scaled = weight_RI * spread(power_of_two(2 * E8M0_BIAS - exponent_RB), MX_BLOCK, weight_RI.shape[1])
     return e4m3_round(scaled) if dtype is QDType.MXFP8 else e2m1_round(scaled)
@@ -101,20 +121,12 @@ class ExponentSearch(WeightMethod):
     ) -> Rounded:
         self.refuse_scheme(scheme, name)
         refuse_weight(weight_OI, scheme, name)
-        columns = weight_OI.shape[1]
-        importance_I = importance(gram, columns, name) if self.ext.importance else None
-        codes, exponents = [], []
-        error = ocp_error = 0.0
-        for part_OI in weight_OI.split(max(_CHUNK_ELEMENTS // columns, 1)):
-            part_RI = part_OI.float()
-            exponent_RB, error_RB, ocp_RB = search_exponent(part_RI, scheme.dtype, importance_I, self._c())
-            exponents.append(exponent_RB)
-            codes.append(mx_codes(part_RI, exponent_RB, scheme.dtype))
-            error, ocp_error = error + float(error_RB.sum()), ocp_error + float(ocp_RB.sum())
+        importance_I = importance(gram, weight_OI.shape[1], name) if self.ext.importance else None
+        codes, error, ocp_error = search_exponents(weight_OI, scheme, importance_I, self._c())
         record = improvement(error, ocp_error)
         if self.ext.importance and importance_I is None:
             record |= {"fallback": "no importance", "why": "no calibration token reached it"}
-        return Rounded(WeightCodes(_cat(codes), torch.cat(exponents)), record)
+        return Rounded(codes, record)
 
     def _c(self) -> float | None:
         """The constant of a fixed rule; None to search."""
@@ -174,8 +186,3 @@ def _block_error(blocks_RBE: Tensor, exponent_RB: Tensor, dtype: QDType, weighti
     if weighting_BE is not None:
         lost_RBE *= weighting_BE
     return lost_RBE.sum(-1) * power_of_two(exponent_RB, torch.float64).square()
-
-
-def _cat(codes: list[Tensor]) -> Tensor:
-    """Concatenation of rows, by their bytes: float8 tensors cannot be concatenated everywhere."""
-    return torch.cat([part.view(torch.uint8) for part in codes]).view(codes[0].dtype)

@@ -11,10 +11,10 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from msmodelslim.ir.mx import floor_log2
 from msmodelslim.ir.qparam import INT_RANGE, qparam, storable, to_codes
 from msmodelslim.ir.quantize import WeightCodes
 from msmodelslim.ir.scheme import QDType, QScheme
+from msmodelslim.weight.base import unit_of
 from msmodelslim.weight.exact_scale import certain_ends, exact_scale
 
 _CHUNK_ELEMENTS = 2**18  # of weights searched at a time: their walks fit into a cache
@@ -44,8 +44,7 @@ class Blocks:
 
     def __init__(self, weight_NE: Tensor, importance_NE: Tensor, scheme: QScheme, scale_dtype: torch.dtype) -> None:
         low_N1, high_N1 = weight_NE.amin(1, keepdim=True), weight_NE.amax(1, keepdim=True)
-        exponent_N1 = floor_log2(torch.maximum(-low_N1, high_N1)).clamp_(-100, 100)
-        self._unit_N1 = torch.ldexp(torch.ones_like(low_N1), exponent_N1)
+        self._unit_N1 = unit_of(torch.maximum(-low_N1, high_N1))
         self.weight_NE = weight_NE / self._unit_N1
         self.importance_NE = importance_NE
         self.scheme = scheme
