@@ -13,6 +13,7 @@ ALLOWED = {
     "device": {"errors"},
     "registry": {"errors"},
     "paths": {"errors"},
+    "plugins": {"errors"},
     "ir": {"errors", "device"},
     "distributed": {"errors", "device"},
     "observer": {"ir", "distributed"},
@@ -32,9 +33,19 @@ ALLOWED = {
     "perplexity": {"saver", "ir", "model", "calibration", "device", "registry", "errors", "artifact"},
     "quant_service": {
         *("recipe", "runner", "calibration", "registry", "distributed", "errors", "paths", "report", "artifact"),
-        *("device", "processor.base", "saver.base", "model.base", "model.families", "ir"),
+        *("device", "processor.base", "saver.base", "model.base", "model.families", "ir", "plugins"),
     },
-    "cli": {"quant_service", "errors", "practice", "paths", "device", "artifact", "perplexity", "model.families"},
+    "cli": {
+        "quant_service",
+        "errors",
+        "practice",
+        "paths",
+        "device",
+        "artifact",
+        "perplexity",
+        "model.families",
+        "plugins",
+    },
 }
 FORBIDDEN_NAMES = {"core", "utils", "common", "helpers", "helper", "manager", "misc"}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")

@@ -160,6 +160,7 @@ def test_a_job_holds_what_the_words_said(jobs: list[Any], t_dense: Path, tmp_pat
         "debug": True,
         "overwrite": True,
         "threads": 3,
+        "plugins": (),
     }
 
 

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
+from msmodelslim.errors import UnsupportedError
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.registry import lookup, register
 
@@ -20,6 +21,7 @@ class GroupProcessor(BaseSessionProcessor):
     def __init__(self, config: "GroupProcessor.Config", context: RunContext) -> None:
         super().__init__(config, context)
         self._children = [lookup("processor", step.type)(step.config, context) for step in config.configs]
+        self._refuse_mixed()
 
     @classmethod
     def examples(cls) -> list[dict[str, Any]]:
@@ -33,6 +35,17 @@ class GroupProcessor(BaseSessionProcessor):
     def children(self) -> list[BaseSessionProcessor]:
         """The steps of the group, in order."""
         return self._children
+
+    def _refuse_mixed(self) -> None:
+        """Raise where a child would see a sample twice because another one communicates in the forward."""
+        observing = [child for child in self._children if not child.is_data_free()]
+        syncing = [child.registered_name for child in observing if child.syncs_in_forward()]
+        if syncing and len(syncing) < len(observing):
+            others = [child.registered_name for child in observing if not child.syncs_in_forward()]
+            raise UnsupportedError(
+                f"group: {syncing} communicate while samples flow and {others} do not, so they cannot share a forward",
+                "take one kind out of the group",
+            )
 
     def pre_run(self) -> None:
         for child in self._children:
@@ -66,6 +79,9 @@ class GroupProcessor(BaseSessionProcessor):
 
     def need_kv_cache(self) -> bool:
         return any(child.need_kv_cache() for child in self._children)
+
+    def syncs_in_forward(self) -> bool:
+        return any(child.syncs_in_forward() for child in self._children)
 
     def support_distributed(self) -> bool:
         return all(child.support_distributed() for child in self._children)
