@@ -291,7 +291,7 @@ def _print_rehearsal(session: Session) -> None:
     for name, module in _quantized(context.model):
         context.record.modules[name] = {"scheme": str(module.scheme)}
     facts.peak_memory_mib = _memory_estimate_mib(session)
-    print_summary(build_report(facts, context.record, session.weights))
+    print_summary(build_report(facts, context.record, session.weights), planned=True)
 
 
 def _build(steps: Sequence[Step], context: RunContext) -> list[BaseSessionProcessor]:

@@ -73,13 +73,17 @@ def build_report(facts: RunFacts, record: RunRecord, weights: dict[str, int]) ->
     }
 
 
-def print_summary(report: dict[str, Any]) -> None:
-    """The closing table on standard output, then what deserves a second look."""
+def print_summary(report: dict[str, Any], planned: bool = False) -> None:
+    """The closing table on standard output, then what deserves a second look.
+
+    Args:
+        planned: nothing was done yet (`--dry_run`), so that memory is an estimate and no time is known.
+    """
     console = Console(highlight=False)
-    table = Table(title="quantized", show_header=False, title_justify="left")
+    table = Table(title="plan; nothing is written" if planned else "quantized", show_header=False, title_justify="left")
     table.add_column()
     table.add_column(overflow="fold")
-    for label, value in _summary_rows(report):
+    for label, value in _summary_rows(report, planned):
         table.add_row(label, value)
     console.print(table)
     for sentence in attention(report):
@@ -99,7 +103,7 @@ def attention(report: dict[str, Any]) -> list[str]:
     return dead + floats + fallbacks + report["warnings"]
 
 
-def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def _summary_rows(report: dict[str, Any], planned: bool) -> list[tuple[str, str]]:
     model, output, run, data = report["model"], report["output"], report["run"], report["data"]
     rows = [
         (
@@ -123,8 +127,9 @@ def _summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             mean = sum(entry.get(key, 0.0) for entry in report["layers"]) / len(report["layers"])
             rows.append((label, f"{mean:.3%} on average, {worst[key]:.3%} in {worst['name']}"))
     rows.append(("ran on", f"{run['ranks']} × {run['device']}, {run['threads']} thread(s) each, {run['runner']}"))
-    rows.append(("seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items())))
-    rows.append(("peak memory", f"{report['peak_memory_mib']:,.0f} MiB"))
+    if not planned:
+        rows.append(("seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items())))
+    rows.append(("memory, estimated" if planned else "peak memory", f"{report['peak_memory_mib']:,.0f} MiB"))
     return rows
 
 

@@ -154,6 +154,9 @@ def test_a_dry_run_reads_no_weight_and_writes_nothing(
     assert leftovers(tmp_path) == []
     shown = capsys.readouterr().out
     assert "14 × weight int8 per_channel sym, act int8 per_tensor sym" in shown
+    assert "plan; nothing is written" in shown
+    assert "memory, estimated" in shown
+    assert "seconds" not in shown
 
 
 def test_the_size_a_dry_run_promises_is_the_size_that_is_written(
