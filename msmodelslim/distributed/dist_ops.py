@@ -220,6 +220,7 @@ def _reduce(tensor: Tensor, op: ReduceOperation, where: wire.Members) -> None:
         if op is ReduceOperation.MIN:  # NaN wins over every number, so it must be the smallest here
             carrier = torch.where(values.isnan(), torch.iinfo(carrier.dtype).min, carrier)
     carrier = carrier.contiguous()
+    watchdog.count_sent(carrier.nbytes)
     dist.all_reduce(carrier, _REDUCE[op], group=where.group)
     if op in _EXTREMA and tensor.is_floating_point():
         carrier = from_ordered(carrier, float_type)

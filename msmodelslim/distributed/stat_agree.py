@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from msmodelslim.distributed import wire
+from msmodelslim.distributed import watchdog, wire
 from msmodelslim.distributed.dist_ops import from_ordered, to_ordered
 from msmodelslim.distributed.shard_tree import Node, Parts, ShardTree, tree_sum
 
@@ -190,6 +190,7 @@ def _all_reduce(where: wire.Members | None, flats: list[Tensor], op: dist.Reduce
     if where is None or not sum(flat.numel() for flat in flats):
         return flats
     bucket = torch.cat(flats).to(where.device)
+    watchdog.count_sent(bucket.nbytes)
     dist.all_reduce(bucket, op, group=where.group)
     return list(bucket.to(flats[0].device).split([flat.numel() for flat in flats]))
 

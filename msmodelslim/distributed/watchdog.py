@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 FINISHED, TERMINATED = "finished", "terminated"
@@ -99,15 +99,55 @@ def place() -> Place:
     return _beat.place
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What this rank has sent so far.
+
+    Args:
+        collectives: calls of the backend.
+        sent_bytes: what this rank gave to them.
+        seconds: spent in them, waiting for other ranks included.
+    """
+
+    collectives: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+
+    def since(self, before: "Traffic") -> "Traffic":
+        """What was added to `before`."""
+        return Traffic(
+            self.collectives - before.collectives,
+            self.sent_bytes - before.sent_bytes,
+            self.seconds - before.seconds,
+        )
+
+
+_traffic = Traffic()
+
+
+def traffic() -> Traffic:
+    """Counts since this process began."""
+    return _traffic
+
+
+def count_sent(nbytes: int) -> None:
+    """One more call of the backend, to which this rank gives so many bytes."""
+    global _traffic
+    _traffic = replace(_traffic, collectives=_traffic.collectives + 1, sent_bytes=_traffic.sent_bytes + nbytes)
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Around a collective: this rank waits for the others, so it is not the one that hangs."""
-    before = _beat.waiting
+    global _traffic
+    before, start_s = _beat.waiting, time.monotonic()
     _write(_beat.place, before or what)
     try:
         yield
     finally:
         _write(_beat.place, before)
+        if not before:
+            _traffic = replace(_traffic, seconds=_traffic.seconds + time.monotonic() - start_s)
 
 
 def start_beats(path: Path) -> None:

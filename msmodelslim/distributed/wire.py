@@ -186,6 +186,7 @@ def gather_bytes(
         for piece, at in _window(own, start, length):
             send[at : at + len(piece)].copy_(piece)
         received = [torch.empty_like(send) for _ in where.ranks]
+        watchdog.count_sent(send.nbytes)
         dist.all_gather(received, send, group=where.group)
         for row, buffer in zip(result, received, strict=True):
             for piece, at in _window(row, start, length):
@@ -202,6 +203,7 @@ def broadcast_bytes(where: Members, pieces: Sequence[Tensor], owner: int) -> Non
         if where.rank == owner:
             for piece, at in windows:
                 buffer[at : at + len(piece)].copy_(piece)
+        watchdog.count_sent(buffer.nbytes if where.rank == owner else 0)
         dist.broadcast(buffer, src=where.ranks[owner], group=where.group)
         if where.rank != owner:
             for piece, at in windows:
@@ -226,5 +228,6 @@ def _frame(payload: bytes, size: int) -> Tensor:
 
 def _all_gather(where: Members, flat: Tensor) -> list[bytes]:
     received = [torch.empty_like(flat, device=where.device) for _ in where.ranks]
+    watchdog.count_sent(flat.nbytes)
     dist.all_gather(received, flat.to(where.device), group=where.group)
     return [bytes(one.cpu().numpy()) for one in received]

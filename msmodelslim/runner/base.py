@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class BaseRunner(ABC):
             with LayerProgress("quantize", len(adapter.layer_names), self._shown) as progress:
                 for name in adapter.layer_names:
                     self._entry = {"name": name, "seconds": {}, "memory_mib": {}, "forwards": 0}
+                    before = watchdog.traffic()
                     with self._phase(progress, name, "load"):
                         target = next(visit)
                     with self._phase(progress, name, "inputs"):
@@ -123,6 +125,7 @@ class BaseRunner(ABC):
                     outputs = request.outputs
                     with self._phase(progress, name, "free"):
                         self._after_layer(request)
+                    self._entry["collectives"] = asdict(watchdog.traffic().since(before))
                     self._context.record.layers.append(self._entry)
                     progress.layer_done()
             for processor in self._processors:

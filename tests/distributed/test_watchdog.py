@@ -2,8 +2,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from msmodelslim.distributed import watchdog
+from msmodelslim.distributed import sync_base_operation, watchdog
 from msmodelslim.distributed.watchdog import Beat, Place, innermost_line, stuck_ranks
 
 
@@ -72,3 +73,17 @@ def test_the_innermost_line_outside_torch_of_the_newest_stack_is_shown(tmp_path)
 def test_this_process_is_alive_and_a_number_without_one_is_not():
     assert watchdog.is_alive(os.getpid())
     assert not watchdog.is_alive(int(Path("/proc/sys/kernel/pid_max").read_text()) + 1)
+
+
+def reduce_twice(rank: int) -> watchdog.Traffic:
+    before = watchdog.traffic()
+    sync_base_operation(torch.full((1000,), float(rank)), "max")
+    sync_base_operation(torch.full((1000,), float(rank)), "max")
+    return watchdog.traffic().since(before)
+
+
+def test_traffic_counts_calls_bytes_and_seconds_of_collectives(run_ranks):
+    for found in run_ranks(2, reduce_twice):
+        assert found.collectives == 4  # facts and data, twice
+        assert found.sent_bytes == 2 * (512 + 4000)  # a header of 512 bytes, 1000 float32
+        assert found.seconds > 0
