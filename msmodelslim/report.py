@@ -129,7 +129,7 @@ def _summary_rows(report: dict[str, Any], planned: bool) -> list[tuple[str, str]
     rows.append(("ran on", f"{run['ranks']} × {run['device']}, {run['threads']} thread(s) each, {run['runner']}"))
     if not planned:
         rows.append(("seconds", ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items())))
-    rows.append(("memory, estimated" if planned else "peak memory", f"{report['peak_memory_mib']:,.0f} MiB"))
+    rows.append(("peak memory", f"{'about ' if planned else ''}{report['peak_memory_mib']:,.0f} MiB"))
     return rows
 
 
