@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import time
 from types import TracebackType
 
@@ -17,7 +18,7 @@ from rich.progress import (
 )
 
 log = logging.getLogger(__name__)
-_HEARTBEAT_S = 10.0  # a phase this long is reported again while it goes on
+_HEARTBEAT_S = 10.0  # of silence, after which the phase that goes on is reported again
 
 
 class LayerProgress:
@@ -37,6 +38,8 @@ class LayerProgress:
         self._spoke = self._start
         self._done = 0
         self._layer = ""
+        self._phase = ""
+        self._over = threading.Event()
         self._bar: Progress | None = None
         self._task = TaskID(0)
         if shown and sys.stderr.isatty():
@@ -54,28 +57,26 @@ class LayerProgress:
     def __enter__(self) -> "LayerProgress":
         if self._bar is not None:
             self._bar.start()
+        elif self._shown:
+            threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._over.set()
         if self._bar is not None:
             self._bar.stop()
 
     def phase(self, layer: str, phase: str) -> None:
         """The run now does `phase` in `layer`."""
-        self._layer = layer
+        self._layer, self._phase = layer, phase
         if self._bar is not None:
             self._bar.update(self._task, phase=f"{layer}: {phase}")
-        elif self._shown and time.perf_counter() - self._spoke > _HEARTBEAT_S:
-            self._say(phase)
 
     def sample(self, done: int, total: int) -> None:
         """`done` of `total` samples of the current forward are through."""
-        if self._bar is not None:
-            self._bar.update(self._task, phase=f"{self._layer}: sample {done}/{total}")
-        elif self._shown and time.perf_counter() - self._spoke > _HEARTBEAT_S:
-            self._say(f"sample {done}/{total}")
+        self.phase(self._layer, f"sample {done}/{total}")
 
     def layer_done(self) -> None:
         """One more layer is finished."""
@@ -84,6 +85,12 @@ class LayerProgress:
             self._bar.advance(self._task)
         elif self._shown:
             self._say("done")
+
+    def _beat(self) -> None:
+        """Report what goes on whenever nothing was said for a while; a phase may take long without a call here."""
+        while not self._over.wait(max(0.0, self._spoke + _HEARTBEAT_S - time.perf_counter())):
+            if time.perf_counter() >= self._spoke + _HEARTBEAT_S:
+                self._say(self._phase)
 
     def _say(self, phase: str) -> None:
         now = time.perf_counter()
