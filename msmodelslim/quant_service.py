@@ -274,6 +274,7 @@ def _finish(session: Session, saver: BaseSaver) -> None:
     job, context, facts = session.job, session.context, session.facts
     if session.rank:
         return
+    log.info("checking the written files")
     with _timed(session, "verify"):
         _verify(saver, job.model_path, context.record.rewritten)
     facts.peak_memory_mib = devices.peak_memory_mib(context.device.type)

@@ -128,9 +128,10 @@ class BaseRunner(ABC):
                     self._entry["collectives"] = asdict(watchdog.traffic().since(before))
                     self._context.record.layers.append(self._entry)
                     progress.layer_done()
-            for processor in self._processors:
-                with _place("the whole model", processor, "post_run"):
-                    processor.post_run()
+                for processor in self._processors:
+                    progress.phase("the whole model", f"{processor.registered_name}, post_run")
+                    with _place("the whole model", processor, "post_run"):
+                        processor.post_run()
         finally:
             visit.close()
             for flow in flows:
