@@ -148,9 +148,8 @@ def memory(folder: Path) -> dict[str, Any]:
     recipe = write_recipe(folder, "{dtype: int8, scope: per_tensor, symmetric: true, method: minmax}", 8192)
     found = {ranks: run_on(ranks, source, recipe, folder / f"deep{ranks}")[0].peak_pss_mib for ranks in (1, 4)}
     size = sum(path.stat().st_size for path in source.iterdir()) / 1e9
-    print(
-        f"{size:.2f} GB checkpoint: {found[1]:.0f} MiB on 1 rank, {found[4]:.0f} MiB summed on 4 ({found[4] / found[1]:.2f} x)"
-    )
+    sums = f"{found[1]:.0f} MiB on 1 rank, {found[4]:.0f} MiB summed on 4"
+    print(f"{size:.2f} GB checkpoint: {sums} ({found[4] / found[1]:.2f} x)")
     return {"checkpoint_gb": size, "pss_mib": found, "ratio": found[4] / found[1]}
 
 
