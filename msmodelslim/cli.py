@@ -101,23 +101,28 @@ def quant(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Check a written directory against its format and, with --source, against the model it came from."""
+    from msmodelslim import plugins
     from msmodelslim.artifact import verify_main
 
+    plugins.load_plugins(args.plugin)
     return verify_main(args.directory, args.source)
 
 
 def inspect(args: argparse.Namespace) -> None:
     """Say what a written directory, or a source, holds."""
+    from msmodelslim import plugins
     from msmodelslim.artifact import inspect_directory
 
+    plugins.load_plugins(args.plugin)
     inspect_directory(args.directory)
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """Perplexity of a source or of a result."""
-    from msmodelslim import device
+    from msmodelslim import device, plugins
     from msmodelslim.perplexity import eval_main
 
+    plugins.load_plugins(args.plugin)
     kind, indices = device.parse_present(args.device, args.device_id)
     eval_main(
         args.directory,
@@ -129,6 +134,26 @@ def evaluate(args: argparse.Namespace) -> None:
         device_index=indices[0],
         trust_remote_code=args.trust_remote_code,
     )
+
+
+def check_dp(args: argparse.Namespace) -> int:
+    """Say whether a recipe's steps give the same result on any number of ranks, and if not, where."""
+    from msmodelslim import plugins
+    from msmodelslim.check_dp import check_data_parallel, holds, print_findings
+    from msmodelslim.recipe import read_text
+
+    plugins.load_plugins(args.plugin)
+    findings = check_data_parallel(
+        read_text(args.recipe),
+        str(args.recipe),
+        args.model_path,
+        ranks=args.ranks,
+        samples=args.samples,
+        plugins=plugins.absolute(args.plugin),
+        timeout_s=args.timeout,
+    )
+    print_findings(findings, f"data-parallel check of {args.recipe}")
+    return 0 if holds(findings) else 1
 
 
 def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -149,6 +174,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         ("verify", "DIR", verify, _add_verify),
         ("inspect", "DIR", inspect, _add_directory),
         ("eval", "DIR", evaluate, _add_eval),
+        ("check-dp", "RECIPE", check_dp, _add_check_dp),
     ):
         text = (run.__doc__ or "").partition("\n")[0]
         made[name] = commands.add_parser(
@@ -202,7 +228,7 @@ def _add_plugin(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="MODULE|FILE.py",
-        help="import it first, for processors that are not part of msmodelslim",
+        help="import it first, for processors, models and formats that are not part of msmodelslim",
     )
 
 
@@ -227,6 +253,7 @@ def _add_trust(parser: argparse.ArgumentParser) -> None:
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint")
+    _add_plugin(parser)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -242,6 +269,23 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add("--window_length", type=_positive, default=512, metavar="TOKENS", help="tokens a window (default 512)")
     _add_device(parser)
     _add_trust(parser)
+
+
+def _add_check_dp(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recipe", type=Path, metavar="RECIPE", help="a recipe, a YAML file")
+    add("--model_path", type=Path, metavar="DIR", help="a checkpoint, instead of a tiny random model")
+    add("--ranks", type=_positive, nargs="+", default=[1, 2, 3], metavar="N", help="numbers of ranks (default 1 2 3)")
+    add(
+        *("--samples",),
+        type=_positive,
+        nargs="+",
+        default=[7, 1],
+        metavar="N",
+        help="numbers of calibration samples, each run on every number of ranks (default 7 1)",
+    )
+    add("--timeout", type=_positive, default=300, metavar="S", help="seconds without progress that end a run")
+    _add_plugin(parser)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
