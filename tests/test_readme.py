@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from msmodelslim.cli import main
+from msmodelslim.cli import build_parser, main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -32,6 +33,22 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path, monkeypatch, t_dense,
     assert (tmp_path / "OTHER" / "quant_report.json").is_file()
 
 
+def test_every_command_of_the_pages_is_one():
+    """README's and docs/adding-things.md's are run as well; here no page may name what the command line lacks."""
+    found = []
+    for page in PAGES:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
+            if language in ("", "bash", "sh"):
+                found += [(page.name, line) for line in block.splitlines() if line.startswith("msmodelslim ")]
+    assert len(found) > 8
+    _, commands = build_parser()
+    for page, line in found:
+        words = [word for word in shlex.split(line, comments=True) if word != "..."][1:]
+        options = {option for action in commands[words[0]]._actions for option in action.option_strings}
+        for word in words[1:]:
+            assert not word.startswith("-") or word.partition("=")[0] in options, f"{page}: {line}: {word}"
+
+
 def test_every_file_of_the_layout_exists():
     (layout,) = [block for block in BLOCKS if block.startswith("msmodelslim/\n")]
     inside = re.findall(r"^[├└]── (\S+)", layout, flags=re.MULTILINE)
@@ -42,12 +59,12 @@ def test_every_file_of_the_layout_exists():
 
 
 def test_every_file_named_in_running_text_exists():
-    named = re.findall(
-        r"`((?:docs|examples|msmodelslim|tests)/[\w./]+)`", README + (ROOT / "CONTRIBUTING.md").read_text()
-    )
-    assert named
-    for path in named:
-        assert (ROOT / path).exists() or path.endswith("test_"), path
+    for page in PAGES:
+        named = re.findall(
+            r"`((?:docs|examples|msmodelslim|tests|benchmarks)/[\w./-]+)`", page.read_text(encoding="utf-8")
+        )
+        for path in named:
+            assert (ROOT / path).exists() or path.endswith("test_"), f"{page.name}: {path}"
 
 
 def test_every_make_target_of_the_readme_exists():
