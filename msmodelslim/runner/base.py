@@ -10,7 +10,7 @@ import copy
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -29,6 +29,8 @@ from msmodelslim.runner.spare import SpareFlow
 log = logging.getLogger(__name__)
 
 Flow = Generator[ProcessRequest, Any, None]
+#: told (layer, step, phase, "before" or "after") around every hook of every step, for checks of how steps behave
+witnesses: list[Callable[[str, BaseSessionProcessor, str, str], None]] = []
 
 
 class BaseRunner(ABC):
@@ -193,14 +195,19 @@ class BaseRunner(ABC):
         own, ids = request.datas, request.sample_ids
         assert own is not None, "a run that needs data has some"
         lacking = self._rounds - len(own) if any(p.syncs_in_forward() for p in segment) else 0
-        if lacking > 0 and self._spare is not None:
-            last, sample_id = (own[-1], ids[-1]) if own else (self._spare.call, 0)
+        if lacking > 0:
+            last, sample_id = (own[-1], ids[-1]) if own else self._spare_call()
             # Copied before anything is called: a layer may write into its arguments, as into a key-value cache.
             request.datas = own + [copy.deepcopy(last) for _ in range(lacking)]
             request.sample_ids = [*ids, *[sample_id] * lacking]
         segment[-1].process(request)
         request.datas, request.sample_ids = own, ids
         request.outputs = None if request.outputs is None else request.outputs[: len(own)]
+
+    def _spare_call(self) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], int]:
+        """Arguments of global sample 0, and its number."""
+        assert self._spare is not None, "there is a spare sample where a rank has none"
+        return self._spare.call, 0
 
     def _measure(self, request: BatchProcessRequest, progress: LayerProgress) -> None:
         """What rounding did to the layer: its weights, and its output for global sample 0 where this rank holds it."""
@@ -267,7 +274,11 @@ def _place(layer: str, processor: BaseSessionProcessor, phase: str) -> Iterator[
     """An error from here on says where it happened, and so does the watch over the ranks."""
     watchdog.note(layer, processor.registered_name, phase)
     try:
+        for witness in witnesses:
+            witness(layer, processor, phase, "before")
         yield
+        for witness in witnesses:
+            witness(layer, processor, phase, "after")
     except BaseException as error:
         error.add_note(f"at {layer}, {processor.registered_name}, {phase}")
         raise
