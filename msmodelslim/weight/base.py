@@ -8,7 +8,7 @@ Letters: O output rows, I input columns.
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -27,12 +27,14 @@ class Gram:
 
     Args:
         sum_II: XᵀX over all tokens of all ranks, float32 [I, I]; its diagonal alone, [I], is enough for a method whose
-            `diagonal_suffices`.
+            `diagonal_suffices`. On the weight's device.
         tokens: how many rows X has; 0 when no token reached the linear.
+        prepared: what a method derives of the matrix and wants again. Give linears with the same input the same object.
     """
 
     sum_II: Tensor  # noqa: N815 - a tensor's name ends in its axes
     tokens: int
+    prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def diagonal(self) -> Tensor:
         """Sum of squares of each input column, [I]."""

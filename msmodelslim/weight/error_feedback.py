@@ -114,15 +114,15 @@ class Feedback:
             Δ H Δᵀ of each row, undamped, float64 [O].
         """
         damped_loss_O = torch.zeros_like(self.weight_IO[0], dtype=torch.float64)
-        share_II = factor_II / factor_II.diagonal()
         for start, stop in _ends(len(self.weight_IO), self._block):
+            share_IB = factor_II[:stop, start:stop] / factor_II.diagonal()[start:stop]
             target_BO = self.weight_IO[start:stop].clone()
             if start:
-                target_BO.addmm_(share_II[:start, start:stop].T, self.lost_IO[:start])
+                target_BO.addmm_(share_IB[:start].T, self.lost_IO[:start])
             for column in range(start, stop):
                 self._set(grid, column, target_BO[column - start])
-                if column + 1 < stop:
-                    target_BO[column + 1 - start :].addr_(share_II[column, column + 1 : stop], self.lost_IO[column])
+                after = column + 1 - start
+                target_BO[after:].addr_(share_IB[column, after:], self.lost_IO[column])
             # Entry j of Δ R is R_jj times what the column's target lost.
             target_BO -= self.weight_IO[start:stop]
             target_BO += self.lost_IO[start:stop]
@@ -138,16 +138,15 @@ class Feedback:
             gram_II: H, damped, in the type of the weight.
         """
         torch.sub(self.weight_IO, self.steps_IO * grid.scale_SO[grid.stretch_I], out=self.lost_IO)
-        share_II = gram_II / gram_II.diagonal()
         for start, stop in _ends(len(self.weight_IO), self._block):
+            share_IB = gram_II[:, start:stop] / gram_II.diagonal()[start:stop]
             # What all columns ask of these, each one's own loss included.
-            target_BO = torch.addmm(self.weight_IO[start:stop], share_II[:, start:stop].T, self.lost_IO)
+            target_BO = torch.addmm(self.weight_IO[start:stop], share_IB.T, self.lost_IO)
             for column in range(start, stop):
                 before_O = self.lost_IO[column].clone()
                 self._set(grid, column, target_BO[column - start] - before_O)
-                if column + 1 < stop:
-                    change_O = self.lost_IO[column] - before_O
-                    target_BO[column + 1 - start :].addr_(share_II[column, column + 1 : stop], change_O)
+                after = column + 1 - start
+                target_BO[after:].addr_(share_IB[column, after:], self.lost_IO[column] - before_O)
 
     def _set(self, grid: ColumnGrid, column: int, target_O: Tensor) -> None:
         steps_O = grid.round(target_O, column)

@@ -77,7 +77,12 @@ class Gptq(WeightMethod):
             ActOrder.STATIC,
             description="columns by falling mean square of their input; group: whole groups; none: as they come",
         )
-        refine: int = Field(2, ge=0, le=100, description="rounds of best scales and rounding all columns again")
+        refine: int = Field(
+            0,
+            ge=0,
+            le=100,
+            description="rounds of setting the best scales and rounding all columns again; each costs about the whole",
+        )
         negative_scale: bool = Field(
             False, description="allow scales below zero (symmetric int), for engines that just multiply by the scale"
         )
@@ -126,19 +131,12 @@ class Gptq(WeightMethod):
             return "no calibration token reached it"
         if gram.sum_II.dim() == 1:
             raise ValueError(f"{name}: gptq needs the whole Gram matrix, not its diagonal")
-        refuse_gram(gram, columns, name)
-        mean = float(gram.diagonal().double().mean())
-        if mean <= 0:
-            return "its inputs were zero for every calibration token"
-        order_I = _order(gram.diagonal(), scheme, self.ext.actorder)
-        gram_II = gram.sum_II[order_I][:, order_I].float() / mean
-        dampings = (self.ext.percdamp, *(more for more in _DAMPING if more > self.ext.percdamp))
-        for damping in dampings:
-            factor_II = upper_factor(gram_II, damping)
-            if factor_II is not None:
-                gram_II.diagonal().add_(damping)
-                return Inputs(order_I, gram_II, factor_II, damping)
-        return f"the Gram matrix of its inputs is not positive definite, even with a damping of {dampings[-1]:g}"
+        group = stretch_width(scheme, columns) if self.ext.actorder is ActOrder.GROUP else 0
+        key = ("gptq", columns, self.ext.percdamp, self.ext.actorder, group)
+        if key not in gram.prepared:
+            refuse_gram(gram, columns, name)
+            gram.prepared[key] = _factor(gram, _order(gram.diagonal(), self.ext.actorder, group), self.ext.percdamp)
+        return gram.prepared[key]
 
     def _round_rows(
         self,
@@ -205,16 +203,29 @@ class Gptq(WeightMethod):
             rounded.sweep(grid, inputs.gram_II)
 
 
-def _order(diagonal_I: Tensor, scheme: QScheme, actorder: ActOrder) -> Tensor:
+def _factor(gram: Gram, order_I: Tensor, percdamp: float) -> Inputs | str:
+    mean = float(gram.diagonal().double().mean())
+    if mean <= 0:
+        return "its inputs were zero for every calibration token"
+    gram_II = gram.sum_II[order_I][:, order_I].float() / mean
+    dampings = (percdamp, *(more for more in _DAMPING if more > percdamp))
+    for damping in dampings:
+        factor_II = upper_factor(gram_II, damping)
+        if factor_II is not None:
+            gram_II.diagonal().add_(damping)
+            return Inputs(order_I, gram_II, factor_II, damping)
+    return f"the Gram matrix of its inputs is not positive definite, even with a damping of {dampings[-1]:g}"
+
+
+def _order(diagonal_I: Tensor, actorder: ActOrder, group: int) -> Tensor:
     """Original column numbers in rounding order; equal columns keep theirs."""
     if actorder is ActOrder.NONE:
         return torch.arange(len(diagonal_I), device=diagonal_I.device)
     if actorder is ActOrder.STATIC:
         return diagonal_I.argsort(dim=0, descending=True, stable=True)
-    width = stretch_width(scheme, len(diagonal_I))
-    parts = diagonal_I.split(width)
+    parts = diagonal_I.split(group)
     largest = torch.stack([part.amax() for part in parts]).argsort(dim=0, descending=True, stable=True).tolist()
-    return torch.cat([at * width + parts[at].argsort(dim=0, descending=True, stable=True) for at in largest])
+    return torch.cat([at * group + parts[at].argsort(dim=0, descending=True, stable=True) for at in largest])
 
 
 def _has_free_scales(scheme: QScheme) -> bool:

@@ -50,7 +50,8 @@ SYM4 = QScheme(INT4, GROUP, group_size=16)
 
 
 def gptq(**options: object) -> Gptq:
-    return Gptq(Gptq.Ext(**options))
+    """With two rounds of refining, so that every fact holds with them too."""
+    return Gptq(Gptq.Ext(**({"refine": 2} | options)))
 
 
 def column_values(codes: WeightCodes, scheme: QScheme, column: int) -> NDArray[np.float64]:
@@ -335,6 +336,28 @@ def test_two_level_codes_stay_within_int8_between_the_levels() -> None:
     assert codes.scale_second is not None and codes.offset_second is not None
     inner = (codes.codes_OI.unflatten(1, (-1, 16)) - codes.offset_second[:, :, None]) * codes.scale_second[:, :, None]
     assert inner.abs().max() <= 127
+
+
+def test_linears_with_the_same_input_share_one_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args: object) -> Tensor | None:
+        calls.append(args)
+        return upper_factor(*args)  # type: ignore[arg-type] # handed on as they come
+
+    monkeypatch.setattr("msmodelslim.weight.gptq.upper_factor", counted)
+    gram = correlated_gram()
+    weights = [torch.randn(8, 64, generator=generator(seed)) for seed in range(3)]
+    shared = [gptq().quantize(weight, SYM4, gram=gram).codes.codes_OI for weight in weights]
+    assert len(calls) == 1
+    assert all(
+        torch.equal(found, gptq().quantize(weight, SYM4, gram=correlated_gram()).codes.codes_OI)
+        for found, weight in zip(shared, weights, strict=True)
+    )
+    gptq(percdamp=0.1).quantize(weights[0], SYM4, gram=gram)
+    gptq(actorder="group").quantize(weights[0], SYM4, gram=gram)
+    gptq(actorder="group").quantize(weights[0], QScheme(INT4, GROUP, group_size=32), gram=gram)
+    assert len(calls) == 1 + 3 + 3
 
 
 def test_more_damping_is_less_feedback() -> None:
