@@ -31,11 +31,11 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
 from msmodelslim.distributed.failure import Failure, RankFailedError, first_of
+from msmodelslim.distributed.outer_launcher import join, joins_outer_launcher
 from msmodelslim.distributed.watchdog import Limits, Watch
-from msmodelslim.distributed.worker import RankSetup, join, work
+from msmodelslim.distributed.worker import RankSetup, work
 from msmodelslim.errors import EnvError, ModelslimError
 
-_OUTER_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TORCH_SIGNAL = signal.SIGQUIT  # the one signal left to the engine's own handler, which needs at least one
 _PLAIN = (str, int, float, bool, type(None))
@@ -117,11 +117,6 @@ def launch(
             watch.stop()
             shutil.rmtree(folder, ignore_errors=True)
             _restore_environment(environment)
-
-
-def joins_outer_launcher() -> bool:
-    """True when torchrun, or another launcher of its kind, has started this process as one rank of several."""
-    return all(name in os.environ for name in _OUTER_LAUNCHER)
 
 
 def _prepare(folder: Path, entry: str, job: dict[str, Any], setup: RankSetup, limits: Limits) -> LaunchConfig:

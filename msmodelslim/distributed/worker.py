@@ -1,4 +1,4 @@
-"""One rank: what runs in each process of a job, started by `launch` or by torchrun.
+"""One rank: what runs in each process of a job, started by `launch` or by torchrun (then see `outer_launcher`).
 
 A rank sets its threads, device and process group up, calls the entry, and waits at the end for the others. Its error
 is written down at once, before anything else can fail; then it leaves without ceremony, because cleaning up with
@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,12 +27,9 @@ from msmodelslim import device
 from msmodelslim.distributed import watchdog
 from msmodelslim.distributed.dist_setup import setup_distributed
 from msmodelslim.distributed.failure import Catch, Failure, failure_of
-from msmodelslim.errors import EnvError
 
-_LEAVE_S = 5.0  # from a polite end to a hard one, for a rank whose job is over
+LEAVE_S = 5.0  # from a polite end to a hard one, for a rank whose job is over
 _LOOK_S = 0.5
-_ECHO_S = 2.0  # how long the echo of another rank's failure waits for that failure to be told
-_ERRORS = "msmodelslim/errors"
 _log = logging.getLogger(__name__)
 
 
@@ -61,7 +57,7 @@ def work(task: dict[str, Any]) -> None:
     rank, folder = int(os.environ["RANK"]), Path(task["folder"])
     setup = RankSetup(**{**task["setup"], "device_ids": tuple(task["setup"]["device_ids"])})
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the starting process decides
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     # Open for good: a signal after the handler is gone would kill the process.
     stacks = os.open(watchdog.stack_file(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(watchdog.STACK_SIGNAL, file=stacks, all_threads=False)
@@ -70,7 +66,7 @@ def work(task: dict[str, Any]) -> None:
     _log_as(rank, setup.log_level)
     try:
         with Catch() as caught:
-            _run(task["entry"], task["job"], setup)
+            run_entry(task["entry"], task["job"], setup)
     except SystemExit as left:
         if watchdog.has_ended():
             _exit(128 + signal.SIGTERM)
@@ -79,35 +75,6 @@ def work(task: dict[str, Any]) -> None:
         _report(failure_of(caught.error, rank, watchdog.place()), folder)
     watchdog.end_beats(watchdog.FINISHED)
     dist.destroy_process_group()
-
-
-def join(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
-    """Be the rank that an outer launcher (torchrun) made this process; returns when the whole job is done.
-
-    Raises:
-        EnvError: the launcher started another number of processes than there are devices.
-        ModelslimError: this rank failed first, on any machine.
-        SystemExit: another rank failed first and tells it (code 1), or SIGTERM came (code 143).
-    """
-    local, rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["RANK"])
-    if local != len(setup.device_ids):
-        raise EnvError(
-            f"the launcher started {local} processes on this machine for {len(setup.device_ids)} devices "
-            f"({', '.join(map(str, setup.device_ids))})",
-            "start one process a device",
-        )
-    before = signal.signal(signal.SIGTERM, _leave)
-    threading.Thread(target=_listen, daemon=True).start()
-    with Catch() as caught:
-        _run(entry, job, setup)
-    signal.signal(signal.SIGTERM, before)
-    if caught.error is None:
-        dist.destroy_process_group()
-        return
-    failure = failure_of(caught.error, rank, watchdog.place())
-    if not _tells_first(failure):
-        sys.exit(1)
-    raise failure.error() from caught.error
 
 
 def _log_as(rank: int, level: int) -> None:
@@ -119,7 +86,8 @@ def _log_as(rank: int, level: int) -> None:
     package.setLevel(level)
 
 
-def _run(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
+def run_entry(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
+    """Threads, device and process group as `setup` says, then the entry, then the wait for the other ranks."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     place, local_size = int(os.environ["LOCAL_RANK"]), len(setup.device_ids)
     cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
@@ -165,7 +133,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave(signum: int, _: FrameType | None) -> NoReturn:
+def leave(signum: int, _: FrameType | None) -> NoReturn:
     """SIGTERM: unwind, so that every `with` block cleans up after itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     watchdog.end_beats(watchdog.TERMINATED)
@@ -177,41 +145,14 @@ def _follow(parent: int, folder: Path) -> None:
     while os.getppid() == parent and folder.exists():
         time.sleep(_LOOK_S)
     shutil.rmtree(folder, ignore_errors=True)
-    _end_hard()
+    end_hard()
 
 
-def _end_hard() -> None:
-    """End this rank and its own children; each rank leads a process group."""
-    os.killpg(os.getpgrp(), signal.SIGTERM)
-    time.sleep(_LEAVE_S)
+def end_hard() -> None:
+    """End this rank and its own children, which share its process group where the launcher gave it one."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGTERM)
+    else:
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(LEAVE_S)
     os._exit(1)
-
-
-def _store() -> dist.TCPStore:
-    """The launcher's own store, where the first failure is told."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=10))
-
-
-def _listen() -> None:
-    """End this rank when another one, on whatever machine, has told its failure; it may be far from any collective."""
-    try:
-        store = _store()
-        while not store.check([_ERRORS]):
-            time.sleep(2 * _LOOK_S)
-    except dist.DistError:  # the launcher is gone, and ends us
-        return
-    time.sleep(_LEAVE_S)
-    _end_hard()
-
-
-def _tells_first(failure: Failure) -> bool:
-    """Whether this rank's failure is the one to show. The echo of a lost rank lets that rank speak first."""
-    deadline = time.monotonic() + (_ECHO_S if failure.lost_peer else 0)
-    try:
-        store = _store()
-        while time.monotonic() < deadline and not store.check([_ERRORS]):
-            time.sleep(0.1)
-        return store.add(_ERRORS, 1) == 1
-    except dist.DistError:
-        return not failure.lost_peer
