@@ -3,6 +3,7 @@
 Parents and ranks call the same functions with the same plain `QuantJob`; each builds its own live objects from it.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
+from msmodelslim import __version__
 from msmodelslim import device as devices
 from msmodelslim.artifact import verify_directory
 from msmodelslim.calibration import SampleSet, load_samples, rank_share
-from msmodelslim.distributed.launch import joins_outer_launcher
+from msmodelslim.distributed.outer_launcher import joins_outer_launcher, outer_world_size
+from msmodelslim.distributed.same_inputs import leader_of_job, refuse_differences
 from msmodelslim.errors import EnvError, ModelslimError, UnsupportedError
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
 from msmodelslim.model.families import open_model
@@ -55,6 +59,7 @@ _RUNNERS: dict[tuple[str, bool], tuple[type[BaseRunner] | type[DPLayerWiseRunner
     ),
     ("auto", False): (LayerWiseRunner, "Runner type not detected, using layer-wise pipeline."),
 }
+_SHOWN_DIGITS = 12  # of a sha256
 _PROCESS_MIB = 600  # an idle process with torch and transformers imported, measured
 
 
@@ -142,29 +147,36 @@ def quantize(job: QuantJob) -> None:
     start = time.perf_counter()
     load_plugins(job.plugins)
     recipe = parse_recipe(job.recipe_text, job.recipe_source)
-    chosen = _choose_runner_type(recipe.runner, job.device_ids)
-    several = chosen is DPLayerWiseRunner and (len(job.device_ids) > 1 or joins_outer_launcher())
+    joins = joins_outer_launcher()
+    devices_of_job = tuple(range(outer_world_size())) if joins else job.device_ids
+    chosen = _choose_runner_type(recipe.runner, devices_of_job)
+    several = chosen is DPLayerWiseRunner and (len(job.device_ids) > 1 or joins)
     with _threads(1 if several else job.threads):
         if not several and chosen is not DPLayerWiseRunner:
+            if joins and len(devices_of_job) > 1:
+                raise UnsupportedError(
+                    f"spec.runner is {recipe.runner}, which uses one device, and the launcher started "
+                    f"{len(devices_of_job)} processes",
+                    "write runner: auto, or start one process",
+                )
             run_session(open_session(job), start)
             return
-        leader = None if joins_outer_launcher() else os.getpid()
-        job = replace(job, leader=leader)
-        session = open_session(job)
+        job = replace(job, leader=None if joins else os.getpid())
+        session = None if joins else open_session(job)  # a rank that was started already opens its own
         runner = DPLayerWiseRunner(
             f"{__name__}:{run_rank.__name__}",
             job.plain(),
             job.device,
             job.device_ids,
-            session.steps,
-            alone=lambda: run_session(session, start),
+            _all_steps(session) if session else [],
+            alone=lambda: run_session(session or open_session(job), start),
             threads=job.threads,
-            joins=joins_outer_launcher(),
+            joins=joins,
         )
         try:
             runner.run()
         except BaseException:
-            if session.saver is not None:
+            if session is not None and session.saver is not None:
                 session.saver.abort()  # a rank that was killed could not
             raise
 
@@ -173,7 +185,11 @@ def run_rank(values: dict[str, Any], rank: int, world_size: int) -> None:
     """One rank's part of a run on several devices; called in a process group that is ready."""
     start = time.perf_counter()
     job = QuantJob.from_plain(values)
-    run_session(open_session(job, rank, world_size), start)
+    if job.leader is None:
+        job = replace(job, leader=leader_of_job())
+    session = open_session(job, rank, world_size)
+    refuse_unsupported(_all_steps(session))
+    run_session(session, start)
 
 
 def rehearse(job: QuantJob) -> None:
@@ -181,7 +197,7 @@ def rehearse(job: QuantJob) -> None:
     with _threads(job.threads):
         session = open_session(job)
         if _choose_runner_type(session.recipe.runner, job.device_ids) is DPLayerWiseRunner and len(job.device_ids) > 1:
-            refuse_unsupported(session.steps)
+            refuse_unsupported(_all_steps(session))
         _print_rehearsal(session)
 
 
@@ -206,7 +222,7 @@ def open_session(job: QuantJob, rank: int = 0, world_size: int = 1) -> Session:
     refuse_unsafe_paths(job.model_path, job.save_path, job.overwrite)
     recipe = parse_recipe(job.recipe_text, job.recipe_source)
     adapter = open_model(job.model_path, job.model_type, job.trust_remote_code)
-    place = rank % len(job.device_ids)  # ranks of one machine follow each other
+    place = int(os.environ.get("LOCAL_RANK", rank)) % len(job.device_ids)
     context = RunContext(adapter, nn.Module(), devices.torch_device(job.device, job.device_ids[place]), RunRecord())
     several = world_size > 1 or (len(job.device_ids) > 1 and recipe.runner in ("auto", "dp_layer_wise"))
     saver = _build_saver(recipe.save, context, job, several)
@@ -214,6 +230,8 @@ def open_session(job: QuantJob, rank: int = 0, world_size: int = 1) -> Session:
     session.rank, session.world_size = rank, world_size
     session.renew_model()
     _load_data(session)
+    if world_size > 1:
+        refuse_differences(_inputs(session))
     _describe(session)
     LayerWiseRunner(context, session.steps).rehearse()
     if not any(name for name in _quantized(context.model)):
@@ -295,6 +313,12 @@ def _print_rehearsal(session: Session) -> None:
     print_summary(build_report(facts, context.record, session.weights), planned=True)
 
 
+def _all_steps(session: Session) -> list[BaseSessionProcessor]:
+    """Everything the run will do: the steps of the prior stages, then its own."""
+    prior = [step for stage in session.recipe.prior for step in _build(stage.steps, session.context)]
+    return prior + session.steps
+
+
 def _build(steps: Sequence[Step], context: RunContext) -> list[BaseSessionProcessor]:
     return [lookup("processor", step.type)(step.config, context) for step in steps]
 
@@ -334,6 +358,25 @@ def _tokenize(session: Session, dataset: str) -> tuple[list[dict[str, Any]], Sam
     found = load_samples(dataset)
     kept = found.samples[: session.recipe.max_samples]
     return session.adapter.handle_dataset(kept, session.context.device, session.recipe.max_length), found
+
+
+def _inputs(session: Session) -> dict[str, str]:
+    """What this process has read for the run, as fingerprints: ranks on other machines may see other files."""
+    checkpoint, job = session.adapter.checkpoint, session.job
+    headers = sorted((t.name, str(t.dtype), t.shape) for t in checkpoint.tensors.values())
+    return {
+        "config.json of the model": _fingerprint((checkpoint.path / "config.json").read_bytes()),
+        "the list of its tensors": _fingerprint(repr(headers).encode()),
+        "the recipe": _fingerprint(job.recipe_text.encode()),
+        "the calibration data": str(session.facts.data.get("fingerprint", ""))[:_SHOWN_DIGITS],
+        "msmodelslim": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _fingerprint(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:_SHOWN_DIGITS]
 
 
 def _describe(session: Session) -> None:

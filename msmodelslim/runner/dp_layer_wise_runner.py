@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from msmodelslim.distributed.launch import launch
+from msmodelslim.distributed.outer_launcher import outer_rank, outer_world_size
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.processor.base import BaseSessionProcessor
 
@@ -61,7 +62,9 @@ class DPLayerWiseRunner:
             self._alone()
             return
         refuse_unsupported(self._steps)
-        log.info("Starting distributed execution with %d devices: %s", len(self._device_ids), self._device_ids)
+        if not outer_rank():
+            ranks = outer_world_size() if self._joins else len(self._device_ids)
+            log.info("Starting distributed execution with %d devices: %s", ranks, self._device_ids)
         launch(
             self._entry,
             self._job,
