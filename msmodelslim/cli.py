@@ -59,6 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def quant(args: argparse.Namespace) -> None:
     """Quantize a checkpoint, or with --dry_run say what would happen."""
+    if _outer_rank() is None:
+        _quant(args)
+        return
+    from msmodelslim.distributed.outer_launcher import as_one_job
+
+    with as_one_job():
+        _quant(args)
+
+
+def _quant(args: argparse.Namespace) -> None:
     from msmodelslim.paths import refuse_unsafe_paths
 
     refuse_unsafe_paths(args.model_path, args.save_path, args.overwrite)
@@ -74,11 +84,12 @@ def quant(args: argparse.Namespace) -> None:
     )
     names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
     choice = own or practice.choose(adapter.pedigree, names, args.quant_type, args.tag, args.yes)
-    print(f"model:  {adapter.model_type} (family {adapter.registered_name})")
-    print(f"recipe: {choice.recipe.config_id} ({choice.recipe.source})")
-    print(f"why:    {choice.why}")
-    if choice.others:
-        print(f"others: {', '.join(choice.others)}; take one with --tag, or with --config_path and its name")
+    if not _outer_rank():  # the first of the ranks that torchrun started says it for all
+        print(f"model:  {adapter.model_type} (family {adapter.registered_name})")
+        print(f"recipe: {choice.recipe.config_id} ({choice.recipe.source})")
+        print(f"why:    {choice.why}")
+        if choice.others:
+            print(f"others: {', '.join(choice.others)}; take one with --tag, or with --config_path and its name")
     if not choice.exact:
         log.warning("%s", choice.why)
     job = QuantJob(
@@ -395,7 +406,9 @@ def _logging(args: argparse.Namespace) -> Iterator[None]:
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        rank = _outer_rank()
+        mark = "" if rank is None else f" rank {rank}:"
+        handler.setFormatter(logging.Formatter(f"%(levelname)s{mark} %(message)s"))
     before = log.level
     log.addHandler(handler)
     log.setLevel(level)
@@ -404,6 +417,11 @@ def _logging(args: argparse.Namespace) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
+
+
+def _outer_rank() -> int | None:
+    """This process's rank where torchrun, or a launcher of its kind, has started it as one of several."""
+    return int(os.environ["RANK"]) if {"RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys() else None
 
 
 class _TerminatedError(BaseException):

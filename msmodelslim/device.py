@@ -30,7 +30,7 @@ def parse_device(device: str, device_id: list[int] | None) -> tuple[str, tuple[i
         device_id: indices given apart; they win over those in `device`, with a warning.
 
     Returns:
-        One or more indices; (0,) when none were given.
+        One or more indices; when none were given (0,), or one a process that torchrun has started on this machine.
 
     Raises:
         SchemaValidateError: unknown kind; an index that is no integer, negative, or given twice; all of them at once.
@@ -54,7 +54,9 @@ def parse_device(device: str, device_id: list[int] | None) -> tuple[str, tuple[i
     if problems:
         raise SchemaValidateError(f"device {device!r}: {'; '.join(problems)}", "give each device once, like npu:0,1")
     kind = word.lower()
-    return _best() if kind == "auto" else kind, tuple(indices) or (0,)
+    # torchrun says how many processes it has started on this machine: one device each.
+    given = tuple(indices) or tuple(range(int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return _best() if kind == "auto" else kind, given
 
 
 def parse_present(device: str, device_id: list[int] | None) -> tuple[str, tuple[int, ...]]:

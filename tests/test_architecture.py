@@ -47,6 +47,7 @@ ALLOWED = {
         "plugins",
         "check_dp",
         "recipe",
+        "distributed.outer_launcher",
     },
     "tiny_model": set(),
     "check_dp": {
