@@ -26,6 +26,7 @@ from msmodelslim.weight.minmax import MinMax
 from msmodelslim.weight.mx_search import MxSearch, search_exponents
 from msmodelslim.weight.scale_search import Algo, search_weight
 from msmodelslim.weight.ssz import Ssz
+from msmodelslim.weight.two_level import search_two_level
 
 _DAMPING = (0.01, 0.02, 0.05, 0.1, 0.3, 1.0)  # tried in turn, from `percdamp` on, until the matrix can be factored
 _ROWS = 4096  # rounded together: bounds the memory of wide layers; a multiple of the height of every tile
@@ -110,12 +111,7 @@ class Gptq(WeightMethod):
         if isinstance(inputs, str):
             return _fall_back(weight_OI, scheme, scale_dtype, name, gram, why=inputs)
         plain = quantize_weight(weight_OI, scheme, scale_dtype=scale_dtype, name=name)
-        start = plain
-        if scheme.is_mx:
-            start = search_exponents(weight_OI, scheme, inputs.importance())[0]
-        elif Ssz.supports(scheme):
-            negative = self.ext.negative_scale
-            start = search_weight(weight_OI, scheme, inputs.importance(), scale_dtype, Algo.GRID, 1, negative)[0]
+        start = self._start(weight_OI, scheme, scale_dtype, inputs.importance()) or plain
         result = _empty_like(start)
         loss = plain_loss = 0.0
         for first in range(0, len(weight_OI), _ROWS):
@@ -137,6 +133,19 @@ class Gptq(WeightMethod):
             refuse_gram(gram, columns, name)
             gram.prepared[key] = _factor(gram, _order(gram.diagonal(), self.ext.actorder, group), self.ext.percdamp)
         return gram.prepared[key]
+
+    def _start(
+        self, weight_OI: Tensor, scheme: QScheme, scale_dtype: torch.dtype, importance_I: Tensor
+    ) -> WeightCodes | None:
+        """Scales to round with; None for min-max's."""
+        if scheme.is_mx:
+            return search_exponents(weight_OI, scheme, importance_I)[0]
+        if scheme.two_level:
+            return search_two_level(weight_OI, scheme, importance_I, scale_dtype)[0]
+        if not Ssz.supports(scheme):
+            return None
+        negative = self.ext.negative_scale
+        return search_weight(weight_OI, scheme, importance_I, scale_dtype, Algo.GRID, 1, negative)[0]
 
     def _round_rows(
         self,

@@ -292,7 +292,7 @@ def test_damping_is_raised_until_the_matrix_can_be_factored() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "method"),
-    [(SYM4, "ssz"), (FLOATS[0], "minmax"), (FLOATS[4], "mx_search"), (TWO_LEVEL, "minmax")],
+    [(SYM4, "ssz"), (FLOATS[0], "minmax"), (FLOATS[4], "mx_search"), (TWO_LEVEL, "ssz")],
     ids=str,
 )
 def test_an_indefinite_gram_falls_back_with_a_record(scheme: QScheme, method: str) -> None:

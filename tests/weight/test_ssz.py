@@ -284,7 +284,7 @@ def test_a_gram_of_another_size_is_refused() -> None:
         ssz(importance=True).quantize(normal_weight(), SYM4, name="model.q", gram=correlated_gram(32))
 
 
-@pytest.mark.parametrize("scheme", [QScheme(FP8, CHANNEL), QScheme(INT4, GROUP, False, 16, two_level=True)], ids=str)
+@pytest.mark.parametrize("scheme", [QScheme(FP8, CHANNEL), QScheme(INT8, GROUP, False, 16, two_level=True)], ids=str)
 def test_a_scheme_that_ssz_has_not_is_refused(scheme: QScheme) -> None:
     assert not Ssz.supports(scheme)
     message = f"model.q: weight method ssz has no {scheme}; use method minmax or another scheme"
