@@ -1,5 +1,6 @@
 """Processors that are not part of the package, from a file or a module."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from msmodelslim.cli import main
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.plugins import absolute, load_plugins
 from msmodelslim.registry import lookup
+from tests.registry_copy import own_registry
 
 SOURCE = """
 from msmodelslim.processor.base import BaseSessionProcessor
@@ -17,6 +19,12 @@ from msmodelslim.registry import register
 class Other(BaseSessionProcessor):
     "Does nothing."
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_registry() -> Iterator[None]:
+    with own_registry():
+        yield
 
 
 def test_a_file_adds_its_processor_and_is_imported_once(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from msmodelslim.check_dp.trial import Trial
 
 _SHOWN = 3  # names of one kind in a cell
 _MISMATCH = "RankMismatchError"
-#: errors that another condition explains
-_EXPLAINED = (_MISMATCH, "StaleTopologyError", "LocalSyncError")
+#: errors of ranks that have come to different calls
+_PARTED = (_MISMATCH, "LocalSyncError")
 
 Diagnosis = Callable[[Trial, Trial], Finding | None]
 
@@ -22,25 +22,28 @@ def diagnose(trials: Sequence[Trial]) -> list[Finding]:
         trials: runs on one rank first; those on several are compared with them.
     """
     alone = {trial.samples: trial for trial in trials if trial.ranks == 1}
-    several = [(trial, alone[trial.samples]) for trial in trials if trial.ranks > 1]
-    found = [_first(condition, look, several) for condition, look in _CONDITIONS]
+    # One rank is in a process group too, so some mistakes show there already.
+    looked = [(trial, alone[trial.samples]) for trial in trials if trial.ranks > 1 or trial.result is None]
+    found = [_first(condition, look, looked) for condition, look in _CONDITIONS]
     explained = any(one.verdict is Verdict.FAILS for one in found)
     failed = [trial for trial in trials if trial.result is None]
-    if failed and (failed[0].ranks == 1 or not explained):
+    if failed and not explained:
         return [*found, _ends(failed[0])]
     verdict = Verdict.OPEN if failed else Verdict.HOLDS
     return [*found, Finding(Condition.ENDS, verdict, "see above" if failed else _titles(trials))]
 
 
-def _first(condition: Condition, look: Diagnosis, several: Sequence[tuple[Trial, Trial]]) -> Finding:
-    found = [one for trial, alone in several if (one := look(trial, alone)) is not None]
+def _first(condition: Condition, look: Diagnosis, looked: Sequence[tuple[Trial, Trial]]) -> Finding:
+    found = [one for trial, alone in looked if (one := look(trial, alone)) is not None]
     for one in found:
         if one.verdict is Verdict.FAILS:
             return one
-    ended = bool(several) and all(trial.result is not None for trial, _ in several)
-    if not ended:
-        return Finding(condition, Verdict.OPEN, "no run came to its end" if several else "nothing ran on several ranks")
-    return found[0] if found else Finding(condition, Verdict.HOLDS, _titles([trial for trial, _ in several]))
+    failed = [trial.title for trial, _ in looked if trial.result is None]
+    if failed:
+        return Finding(condition, Verdict.OPEN, f"{failed[0]}: did not come to its end")
+    if not looked:
+        return Finding(condition, Verdict.OPEN, "nothing ran on several ranks", "give --ranks of 2 and more")
+    return found[0] if found else Finding(condition, Verdict.HOLDS, _titles([trial for trial, _ in looked]))
 
 
 def _fresh(trial: Trial, _: Trial) -> Finding | None:
@@ -120,16 +123,15 @@ def _calls(trial: Trial, _: Trial) -> Finding | None:
 def _split(trial: Trial) -> list[Event | None] | None:
     """The first call that is not the same on every rank; None for a rank that makes no further one.
 
-    Where a rank has an error of its own, the others' further calls say nothing.
+    Where a rank was stopped by something else, the others' further calls say nothing.
     """
     rows = [[event for event in events if event.kind == "call" and event.facts["whole"]] for events in trial.events]
-    own_error = any(
-        event.facts["kind"] not in (_MISMATCH, "LocalSyncError") and not event.facts["echo"]
-        for event in _all(trial, "error")
-    )
+    waits = any(_all(trial, "hang")) or any(event.facts["kind"] in _PARTED for event in _all(trial, "error"))
     for calls in zip_longest(*rows):
-        if any(call is None for call in calls):
-            return None if own_error else list(calls)
+        missing = [rank for rank, call in enumerate(calls) if call is None]
+        if missing:
+            ended = any(event.kind == "end" for rank in missing for event in trial.events[rank])
+            return list(calls) if waits or ended else None
         if len({(call.what, call.layer, call.processor, call.phase) for call in calls}) > 1:
             return list(calls)
     return None
@@ -160,15 +162,15 @@ def _statistics(trial: Trial, _: Trial) -> Finding | None:
         if first.what == "before":
             before = states
             if attributes and first.facts["syncs"]:
-                where += f"{_some(attributes)} differs between ranks after the forward"
+                where += f"not the same on all ranks after the forward: {_some(attributes)}"
                 return Finding(Condition.STATISTICS, Verdict.FAILS, where, _STATISTICS_ACTION)
         elif tensors:
             told = attributes or _unequal([one.facts["attributes"] for one in before])
-            cause = f"; of what the step holds, {_some(told)} differs" if told else ""
-            where += f"{_some(tensors)} differs between ranks after postprocess{cause}"
+            cause = f"; of what the step holds: {_some(told)}" if told else ""
+            where += f"not the same on all ranks after postprocess: {_some(tensors)}{cause}"
             return Finding(Condition.STATISTICS, Verdict.FAILS, where, _STATISTICS_ACTION)
         elif attributes and note is None:
-            where += f"{_some(attributes)} differs between ranks after postprocess; no tensor of the layer does"
+            where += f"not the same on all ranks after postprocess: {_some(attributes)}; every tensor of the layer is"
             action = "synchronize it if a result can depend on it"
             note = Finding(Condition.STATISTICS, Verdict.NOTE, where, action)
     return note
@@ -206,11 +208,12 @@ def _cause(trial: Trial, alone: Trial) -> str:
 
 def _ends(trial: Trial) -> Finding:
     errors = [event for event in _all(trial, "error") if not event.facts["echo"]] or list(_all(trial, "error"))
-    told = f"{errors[0].place}: {errors[0].what} (at {errors[0].site})" if errors else trial.verdict
-    last = [_last_call(events) for events in trial.events]
-    calls = "; ".join(f"rank {rank}: {call}" for rank, call in enumerate(last)) if not errors else ""
-    where = f"{trial.title}: {told}{'; last calls: ' + calls if calls else ''}"
-    return Finding(Condition.ENDS, Verdict.FAILS, where, "mend this first; a rank may hold no sample at all")
+    if errors:
+        where = f"{trial.title}: {errors[0].place}: {errors[0].what} (at {errors[0].site})"
+        return Finding(Condition.ENDS, Verdict.FAILS, where, "mend this first; note that a rank may hold no sample")
+    calls = "; ".join(f"rank {rank}: {_last_call(events)}" for rank, events in enumerate(trial.events))
+    where = f"{trial.title}: {trial.verdict}; last calls: {calls}"
+    return Finding(Condition.ENDS, Verdict.FAILS, where, "look at the rank that is named first")
 
 
 def _last_call(events: list[Event]) -> str:

@@ -12,10 +12,11 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -94,10 +95,11 @@ class Witness:
 
     def install(self) -> None:
         """From now on everything is noted."""
-        for name, agreed in TORCH_CALLS.items():
-            _replace_everywhere(vars(dist)[name], self._wrapped(vars(dist)[name], name, agreed))
-        for name, agreed in OUR_CALLS.items():
-            _replace_everywhere(vars(distributed)[name], self._wrapped(vars(distributed)[name], name, agreed))
+        wrappers: dict[Any, Callable[..., Any]] = {}
+        for home, calls in ((dist, TORCH_CALLS), (distributed, OUR_CALLS)):
+            for name, agreed in calls.items():
+                wrappers[vars(home)[name]] = self._wrapped(vars(home)[name], name, agreed)
+        _replace_everywhere(wrappers)
         for cls, method, word in ((StatStore, "agree", "StatStore.agree"), (DistHelper, "__init__", "DistHelper")):
             setattr(cls, method, self._wrapped(vars(cls)[method], word, ()))
         setattr(DistHelper, "__init__", self._noting_helper(DistHelper.__init__))  # noqa: B010 - mypy knows no such assignment
@@ -120,7 +122,7 @@ class Witness:
         found = failure_of(error, self._rank, watchdog.place())
         self._add(
             "error",
-            site=found.raised_at,
+            site=_raised_at(error) or found.raised_at,
             what=f"{found.kind}: {found.message}" + (f"; {found.action}" if found.action else ""),
             facts={"kind": found.kind, "echo": found.lost_peer},
         )
@@ -310,8 +312,7 @@ def _frames_outside() -> Iterator[FrameType]:
     """Frames from the line that asked for a collective outwards: outside torch, the checks and `distributed`."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_OURS) and not file.startswith(_TORCH):
+        if _is_outside(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -322,14 +323,24 @@ def _site() -> str:
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def _raised_at(error: BaseException) -> str:
+    """ "file.py:12" of the innermost line outside torch, the checks and `distributed`; "" when there is none."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_outside(one.filename)]
+    return f"{_short(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_outside(file: str) -> bool:
+    return not file.startswith(_OURS) and not file.startswith(_TORCH)
+
+
 def _short(file: str) -> str:
     root = str(Path(msmodelslim.__file__).parents[1])
     return str(Path(file).relative_to(root)) if file.startswith(root + os.sep) else Path(file).name
 
 
-def _replace_everywhere(original: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
-    """Put `wrapper` wherever a loaded module has `original`, under whatever name."""
+def _replace_everywhere(wrappers: Mapping[Any, Callable[..., Any]]) -> None:
+    """Put a function's wrapper wherever a loaded module has the function, under whatever name."""
     for module in [one for one in sys.modules.values() if isinstance(one, ModuleType)]:
         for name, value in list(vars(module).items()):
-            if value is original:
-                setattr(module, name, wrapper)
+            if isinstance(value, FunctionType) and value in wrappers:
+                setattr(module, name, wrappers[value])
