@@ -1,7 +1,8 @@
 """SmoothQuant with the exponents that cost each layer least: s = |x|^alpha / |w|^beta.
 
 First alpha is tried from 0 to 1 with beta = 1 − alpha, then beta from 0 to 1 with the best alpha. The cost is that of
-8-bit weights and 8-bit dynamic activations.
+8-bit weights and 8-bit dynamic activations unless `qconfig` says else: what is best there can be far from best for
+4-bit weights.
 
 `FlexStatsCollector` is the other way to get statistics over ranks: whole activations, merged before they are used. Our
 own processors send sums instead, but a processor may be made data-parallel with it (see the data-parallel guide).
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed import DistHelper, sync_gather_tensor_lists
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
+from msmodelslim.processor.linear_quant import LinearQConfig
 from msmodelslim.processor.smooth import SmoothConfig, SmoothProcessor
 from msmodelslim.processor.smooth_search import UNCHANGED, Exponents, Formula, Plan, Stage
 from msmodelslim.registry import register
@@ -27,11 +29,14 @@ STEPS = 20  # of an exponent's way from 0 to 1
 
 @register("flex_smooth_quant")
 class FlexSmoothQuantProcessor(SmoothProcessor):
-    """Moves range between activations and weights as far as costs each subgraph least in 8 bits."""
+    """Moves range between activations and weights as far as costs least in 8 bits, or in the scheme of `qconfig`."""
 
     class Config(SmoothConfig, frozen=True, extra="forbid"):
         alpha: float | None = Field(None, ge=0, le=1, description="exponent of the activations; searched when left out")
         beta: float | None = Field(None, ge=0, le=1, description="exponent of the weights; searched when left out")
+        qconfig: LinearQConfig | None = Field(
+            None, description="how the consumers will be quantized; int8 per_channel, act int8 per_token when left out"
+        )
         group_method: Literal["mean", "max"] = Field(
             "mean", description="query heads that share a value: mean of their factors, or one from their largest sizes"
         )
@@ -44,7 +49,10 @@ class FlexSmoothQuantProcessor(SmoothProcessor):
             stages += (partial(try_alphas, beta=beta),)
         if beta is None:
             stages += (try_betas,)
-        return Plan(Formula(group=self.config.group_method), start, stages, _W8A8)
+        qconfig = self.config.qconfig
+        return Plan(
+            Formula(group=self.config.group_method), start, stages, _W8A8 if qconfig is None else qconfig.scheme()
+        )
 
 
 def grid(steps: int = STEPS) -> list[float]:

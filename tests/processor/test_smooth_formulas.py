@@ -133,6 +133,7 @@ def test_presets_have_their_documented_defaults() -> None:
         "enable_subgraph_type": every,
         "alpha": None,
         "beta": None,
+        "qconfig": None,
         "group_method": "mean",
     }
     searched = defaults["flex_awq_ssz"]

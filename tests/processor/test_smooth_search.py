@@ -85,18 +85,19 @@ def best(losses: dict[Exponents, float]) -> Exponents:
     return min(losses, key=lambda exponents: losses[exponents])  # the first of equal ones
 
 
-def test_flex_smooth_quant_finds_what_brute_force_finds() -> None:
+@pytest.mark.parametrize(("options", "weight_levels"), [({}, 127), ({"qconfig": W4A8}, 7)])
+def test_flex_smooth_quant_finds_what_brute_force_finds(options: dict[str, Any], weight_levels: int) -> None:
     pair = Pair()
     x, weight = middle(pair, samples_of(pair))
     act, largest = np.abs(x).max(0), np.abs(weight).max(0)
 
     def loss(exponents: Exponents) -> float:
-        return loss_of(x, weight, act**exponents.act / largest**exponents.weight, 127, 127)
+        return loss_of(x, weight, act**exponents.act / largest**exponents.weight, 127, weight_levels)
 
     tried = [Exponents(0.0, 0.0)] + [Exponents(alpha, round(1 - alpha, 9)) for alpha in GRID]
     first = best({exponents: loss(exponents) for exponents in tried})
     expected = best({exponents: loss(exponents) for exponents in [first, *(Exponents(first.act, b) for b in GRID)]})
-    processor = smoother(pair, UP_DOWN, "flex_smooth_quant")
+    processor = smoother(pair, UP_DOWN, "flex_smooth_quant", **options)
     smooth(pair, samples_of(pair), processor)
     assert processor.chosen == {f"{NAME}.first": expected}
     assert 0 < expected.act < 1  # a search that could not move would pass nothing
