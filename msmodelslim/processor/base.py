@@ -103,6 +103,11 @@ class BaseSessionProcessor:
         self.config = config
         self.context = context
 
+    @property
+    def children(self) -> "Sequence[BaseSessionProcessor]":
+        """The steps inside this one, where there are any."""
+        return ()
+
     def pre_run(self) -> None:
         """Once, before the first layer."""
 

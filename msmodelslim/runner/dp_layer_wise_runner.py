@@ -78,10 +78,15 @@ class DPLayerWiseRunner:
 
 
 def refuse_unsupported(steps: Sequence[BaseSessionProcessor]) -> None:
-    """Raise when some step cannot run on several ranks, naming all of them."""
-    unsupported = [step.registered_name for step in steps if not step.support_distributed()]
+    """Raise when some step, or a step inside it, cannot run on several ranks, naming all of them."""
+    unsupported = list(dict.fromkeys(name for step in steps for name in _unsupported(step)))
     if unsupported:
         raise UnsupportedError(
             f"The following processors do not support distributed quantization: {unsupported}",
             "run on one device, or override support_distributed() once the step gives the same result on any number",
         )
+
+
+def _unsupported(step: BaseSessionProcessor) -> list[str]:
+    inner = [name for child in step.children for name in _unsupported(child)]
+    return inner or ([] if step.support_distributed() else [step.registered_name])
