@@ -82,7 +82,7 @@ def launch(
         threads: CPU threads a rank; by default its share of the cores.
         pin: keep each rank on its own slice of the cores.
         log_level: of this package in the ranks.
-        limits: when a rank counts as stuck.
+        limits: when a rank counts as stuck; by default what the environment says.
 
     Raises:
         ModelslimError: the first error of any rank, of the class it had there, with rank and place.
@@ -103,7 +103,7 @@ def launch(
     if joins_outer_launcher():
         join(entry, job, setup)
         return
-    limits = limits or Limits()
+    limits = limits or Limits.from_environment()
     folder = Path(tempfile.mkdtemp(prefix="msmodelslim_"))
     environment = dict(os.environ)
     watch = Watch(folder, world_size, limits)

@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from msmodelslim.errors import EnvError
+
 FINISHED, TERMINATED = "finished", "terminated"
 STACK_SIGNAL = signal.SIGUSR1
 _BEAT_BYTES = 2048  # a note is one write of fixed size, so a reader never sees half of one
@@ -26,6 +28,8 @@ _WAITING_CHARS = 300
 _PERIOD_S = 0.2
 _START_S = 120.0  # until its first note a rank imports torch, which takes long from a cold disk
 _STACK_WAIT_S = 0.3
+#: field of `Limits` → the environment variable that sets it
+LIMIT_VARIABLES = {"stuck_after_s": "MSMODELSLIM_STUCK_AFTER_S", "give_up_after_s": "MSMODELSLIM_GIVE_UP_AFTER_S"}
 _log = logging.getLogger(__name__)
 
 
@@ -197,6 +201,26 @@ class Limits:
     stuck_after_s: float = 300.0
     give_up_after_s: float = 3600.0
     grace_s: float = 5.0
+
+    @classmethod
+    def from_environment(cls) -> "Limits":
+        """The defaults, or what MSMODELSLIM_STUCK_AFTER_S and MSMODELSLIM_GIVE_UP_AFTER_S say.
+
+        Raises:
+            EnvError: one of them is not a number above 0; names both where both are wrong.
+        """
+        given = {field: os.environ[name] for field, name in LIMIT_VARIABLES.items() if name in os.environ}
+        wrong = [f"{LIMIT_VARIABLES[field]} is {word!r}" for field, word in given.items() if not _is_seconds(word)]
+        if wrong:
+            raise EnvError(", and ".join(wrong), "give seconds, a number above 0 (inf for no limit)")
+        return cls(**{field: float(word) for field, word in given.items()})
+
+
+def _is_seconds(word: str) -> bool:
+    try:
+        return float(word) > 0
+    except ValueError:
+        return False
 
 
 class Watch:

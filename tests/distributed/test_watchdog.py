@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from msmodelslim.cli import main
 from msmodelslim.distributed import sync_base_operation, watchdog
-from msmodelslim.distributed.watchdog import Beat, Place, innermost_line, stuck_ranks
+from msmodelslim.distributed.watchdog import LIMIT_VARIABLES, Beat, Limits, Place, innermost_line, stuck_ranks
+from msmodelslim.errors import EnvError
 
 
 def beat(at_s: float, waiting: str = "", ended: str = "", pid: int = 1) -> Beat:
@@ -87,3 +89,25 @@ def test_traffic_counts_calls_bytes_and_seconds_of_collectives(run_ranks):
         assert found.collectives == 4  # facts and data, twice
         assert found.sent_bytes == 2 * (512 + 4000)  # a header of 512 bytes, 1000 float32
         assert found.seconds > 0
+
+
+def test_limits_come_from_the_environment_and_bad_ones_are_told_together(monkeypatch):
+    assert Limits.from_environment() == Limits()
+    monkeypatch.setenv("MSMODELSLIM_STUCK_AFTER_S", "1.5")
+    monkeypatch.setenv("MSMODELSLIM_GIVE_UP_AFTER_S", "inf")
+    assert Limits.from_environment() == Limits(stuck_after_s=1.5, give_up_after_s=float("inf"))
+    monkeypatch.setenv("MSMODELSLIM_STUCK_AFTER_S", "soon")
+    monkeypatch.setenv("MSMODELSLIM_GIVE_UP_AFTER_S", "-1")
+    text = (
+        "MSMODELSLIM_STUCK_AFTER_S is 'soon', and MSMODELSLIM_GIVE_UP_AFTER_S is '-1'; give seconds, a number above 0 "
+        "(inf for no limit)"
+    )
+    with pytest.raises(EnvError) as raised:
+        Limits.from_environment()
+    assert str(raised.value) == text
+
+
+def test_the_help_names_the_variables_that_set_the_limits(capsys):
+    main(["quant", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"${name}" in shown for name in LIMIT_VARIABLES.values())
