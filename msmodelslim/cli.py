@@ -25,6 +25,8 @@ from msmodelslim.errors import EnvError, ModelslimError, SchemaValidateError
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LOG_VARIABLE = "MSMODELSLIM_LOG_LEVEL"
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_SIGNAL_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+_CODES: dict[Any, signal.Signals] = {128 + signum: signum for signum in _SIGNAL_WORDS}
 log = logging.getLogger("msmodelslim")
 
 
@@ -47,14 +49,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n  ".join([f"error: {error}", *notes]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return _ended_by(signal.SIGINT)
     except _TerminatedError:
-        print("terminated", file=sys.stderr)
-        return 128 + signal.SIGTERM
+        return _ended_by(signal.SIGTERM)
+    except SystemExit as stop:  # a run on several devices, after its ranks are gone
+        if _outer_rank() is None and stop.code in _CODES:
+            return _ended_by(_CODES[stop.code])
+        raise
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _ended_by(signum: signal.Signals) -> int:
+    print(_SIGNAL_WORDS[signum], file=sys.stderr)
+    return 128 + signum
 
 
 def quant(args: argparse.Namespace) -> None:
@@ -211,6 +220,10 @@ def _add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_quant(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "On several devices: a rank without progress for $MSMODELSLIM_STUCK_AFTER_S (default 300) is named, with what "
+        "each rank is doing; after $MSMODELSLIM_GIVE_UP_AFTER_S (default 3600) the run ends. inf waits for ever."
+    )
     add = parser.add_argument
     add("--model_path", type=Path, required=True, metavar="DIR", help="the checkpoint to quantize")
     add("--save_path", type=Path, required=True, metavar="DIR", help="where the result goes")
