@@ -121,7 +121,8 @@ def _report(failure: Failure, folder: Path) -> NoReturn:
         aside.write_text(json.dumps(failure.plain()))
         aside.rename(path)
     except OSError as error:  # a full disk may be the very failure; so that its words are not lost
-        _log.error("%s (and %s takes no report: %s)", failure.error(), folder, error.strerror)
+        if not failure.lost_peer:
+            _log.error("%s (and %s takes no report: %s)", failure.error(), folder, error.strerror)
     _exit(1)
 
 
