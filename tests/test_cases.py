@@ -521,6 +521,29 @@ def test_an_error_in_a_layer_names_tensor_layer_step_and_phase(quant: Quant, tmp
     assert not done.path.exists()
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nmore"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
+    ],
+)
+def test_too_little_memory_is_told_with_the_length_of_the_samples(
+    error: RuntimeError, quant: Quant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaMLP.forward", fail)
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"input_ids": [5] * n}) + "\n" for n in (3, 37, 20)))
+    done = quant(recipe(), dataset=tmp_path / "ids.jsonl")
+    assert done.code == 1
+    first_line = str(error).splitlines()[0].rstrip(".")
+    assert f"error: out of memory with samples of up to 37 tokens: {first_line}; lower max_length in" in done.err
+    assert "\n  at model.layers.0, linear_quant, " in done.err
+    assert not done.path.exists()
+
+
 def test_nothing_is_written_where_nothing_may_be_written(quant: Quant, tmp_path: Path) -> None:
     (tmp_path / "nowhere").symlink_to("/proc")
     done = quant(recipe(), out="nowhere/result")

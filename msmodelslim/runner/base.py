@@ -20,13 +20,15 @@ from torch import Tensor, nn
 
 from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
-from msmodelslim.errors import InvalidModelError
+from msmodelslim.errors import EnvError, InvalidModelError
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.runner.progress import LayerProgress
 from msmodelslim.runner.spare import SpareFlow
 
 log = logging.getLogger(__name__)
+
+_CPU_MEMORY = "can't allocate memory"  # in the message of torch's allocator, which has no error class of its own
 
 Flow = Generator[ProcessRequest, Any, None]
 #: told (layer, step, phase, "before" or "after") around every hook of every step, for checks of how steps behave
@@ -90,7 +92,7 @@ class BaseRunner(ABC):
     def run(self) -> None:
         """All layers, then `post_run` of every step; on failure `abort` of every step, and the error goes on."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _memory_told(self._samples):
                 self._run()
         except BaseException:
             for processor in self._processors:
@@ -267,6 +269,24 @@ def relative_error(found: Any, expected: Any) -> float:
 
 def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+
+
+@contextmanager
+def _memory_told(samples: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Too little memory is a user's error that says how long the longest sample is: length is what costs most."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _CPU_MEMORY not in str(error):
+            raise
+        longest = max((sample["input_ids"].shape[-1] for sample in samples), default=0)
+        told = EnvError(
+            f"out of memory with samples of up to {longest} tokens: {str(error).splitlines()[0].rstrip('.')}",
+            "lower max_length in the recipe, or take a larger device",
+        )
+        for note in vars(error).get("__notes__", ()):
+            told.add_note(note)
+        raise told from error
 
 
 @contextmanager
