@@ -149,7 +149,9 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path, t_dense):
 
 
 def test_a_text_that_is_none_is_refused(tmp_path, t_dense):
-    with pytest.raises(InvalidDatasetError, match=r"nosuch\.txt cannot be read: No such file or directory; give a plain"):
+    with pytest.raises(
+        InvalidDatasetError, match=r"nosuch\.txt cannot be read: No such file or directory; give a plain"
+    ):
         evaluate(t_dense, tmp_path / "nosuch.txt")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InvalidDatasetError, match=r"binary\.txt cannot be read: not UTF-8 at byte 0; give a plain"):
