@@ -24,6 +24,7 @@ from msmodelslim import __version__
 from msmodelslim import device as devices
 from msmodelslim.artifact import verify_directory
 from msmodelslim.calibration import SampleSet, load_samples, rank_share
+from msmodelslim.distributed import deal
 from msmodelslim.distributed.outer_launcher import joins_outer_launcher, outer_world_size
 from msmodelslim.distributed.same_inputs import leader_of_job, refuse_differences
 from msmodelslim.errors import EnvError, ModelslimError, UnsupportedError
@@ -188,7 +189,8 @@ def run_rank(values: dict[str, Any], rank: int, world_size: int) -> None:
     if job.leader is None:
         job = replace(job, leader=leader_of_job())
     session = open_session(job, rank, world_size)
-    refuse_unsupported(_all_steps(session))
+    if world_size > 1:
+        refuse_unsupported(_all_steps(session))
     run_session(session, start)
 
 
@@ -273,13 +275,17 @@ def _runner(
     session: Session, cls: type[BaseRunner], steps: Sequence[BaseSessionProcessor], samples: list[dict[str, Any]]
 ) -> BaseRunner:
     """The runner on this rank's share of the samples: each sample goes to one rank, and a rank may get none."""
-    shares = [rank_share(list(enumerate(samples)), rank, session.world_size) for rank in range(session.world_size)]
+    if any(step.sums_matrices() for step in steps):
+        shares = [list(ids) for ids in deal(len(samples), session.world_size)]
+    else:
+        every = list(range(len(samples)))
+        shares = [rank_share(every, rank, session.world_size) for rank in range(session.world_size)]
     mine = shares[session.rank]
     return cls(
         session.context,
         steps,
-        [sample for _, sample in mine],
-        [index for index, _ in mine],
+        [samples[index] for index in mine],
+        mine,
         len(samples),
         shown=session.rank == 0,
         rounds=max(map(len, shares)),
@@ -294,7 +300,7 @@ def _finish(session: Session, saver: BaseSaver) -> None:
         return
     log.info("checking the written files")
     with _timed(session, "verify"):
-        _verify(saver, job.model_path, context.record.rewritten)
+        _verify(saver, job.model_path, context.record)
     facts.peak_memory_mib = devices.peak_memory_mib(context.device.type)
     report = build_report(facts, context.record, session.weights)
     (saver.directory / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n")
@@ -429,8 +435,9 @@ def _refuse_small_disk(save_path: Path, needed_bytes: int) -> None:
         )
 
 
-def _verify(saver: BaseSaver, source: Path, rewritten: Sequence[str]) -> None:
-    findings = verify_directory(saver.directory, source, rewritten)
+def _verify(saver: BaseSaver, source: Path, record: RunRecord) -> None:
+    searched = [name for name, entry in record.modules.items() if entry.get("method", "minmax") != "minmax"]
+    findings = verify_directory(saver.directory, source, record.rewritten, searched)
     if findings:
         lines = "\n".join(f"  {finding}" for finding in findings)
         raise ModelslimError(f"the written files break rules of their format:\n{lines}", "report this as a defect")

@@ -23,6 +23,9 @@ from msmodelslim.saver.side_files import side_files
 from msmodelslim.saver.stored import BaseReader, Finding, StoredModel
 from msmodelslim.saver.tied_head import EMBEDDING_NAMES, HEAD_NAMES, outermost, says_tied, tied_head
 
+_SLACK = 1.05  # of what plain rounding may move a row
+#: Error feedback may move a row further, but hardly by this share of its size; a scale twice too large does, by 1.
+_SEARCHED_SHARE = 0.7
 _LEFTOVERS = ("*.bin", "*.pt", "*.pth", "consolidated*")
 
 
@@ -43,7 +46,12 @@ class Verification:
     worst: dict[str, tuple[float, str]] = field(default_factory=dict)
 
 
-def verify_directory(path: Path, source: Path | None = None, rewritten: Collection[str] | None = None) -> list[Finding]:
+def verify_directory(
+    path: Path,
+    source: Path | None = None,
+    rewritten: Collection[str] | None = None,
+    searched: Collection[str] | None = None,
+) -> list[Finding]:
     """Broken rules of a written directory; none for a good one.
 
     Args:
@@ -52,10 +60,13 @@ def verify_directory(path: Path, source: Path | None = None, rewritten: Collecti
         rewritten: tensors that a step changed or added on purpose, by their name in the source ("….up_proj.weight"), so
             that they cannot be compared; None takes the list `rewritten` of the directory's report.
 
+        searched: linears whose codes were chosen for the layer's outputs, so that a row may move further than plain
+            rounding moves it; None takes those that the report gives another method than minmax.
+
     Raises:
         InvalidModelError: `path` holds no model, or `source` is no whole checkpoint.
     """
-    return verify(Path(path), None if source is None else Path(source), rewritten).findings
+    return verify(Path(path), None if source is None else Path(source), rewritten, searched).findings
 
 
 def verify_main(path: Path, source: Path | None) -> int:
@@ -76,7 +87,12 @@ def verify_main(path: Path, source: Path | None) -> int:
     return 1 if found.findings else 0
 
 
-def verify(path: Path, source: Path | None, rewritten: Collection[str] | None = None) -> Verification:
+def verify(
+    path: Path,
+    source: Path | None,
+    rewritten: Collection[str] | None = None,
+    searched: Collection[str] | None = None,
+) -> Verification:
     """As `verify_directory`, with what was counted and measured."""
     opened = open_directory(path)
     stored, reader, findings = opened.stored, opened.reader, opened.findings
@@ -88,6 +104,7 @@ def verify(path: Path, source: Path | None, rewritten: Collection[str] | None = 
         return found
     checkpoint = None if source is None else Checkpoint(source)
     changed = _rewritten_by_report(path) if rewritten is None else set(rewritten)
+    free = _searched_by_report(path) if searched is None else set(searched)
     kinds = reader.kinds()
     for kind in kinds.values():
         found.modules[kind] = found.modules.get(kind, 0) + 1
@@ -100,7 +117,7 @@ def verify(path: Path, source: Path | None, rewritten: Collection[str] | None = 
     for module, kind in kinds.items():
         if module not in broken:
             known = None if f"{module}.weight" in changed else checkpoint
-            _check_linear(reader, module, kind, known, found)
+            _check_linear(reader, module, kind, known, found, _SEARCHED_SHARE if module in free else 0.0)
     if checkpoint is not None:
         found.findings += _check_carried(stored, kinds, checkpoint, changed)
         found.findings += _check_side_files(path, checkpoint)
@@ -181,7 +198,7 @@ def _as_numbers(piece: Tensor, suffix: str) -> Tensor:
 
 
 def _check_linear(
-    reader: BaseReader, module: str, kind: str, checkpoint: Checkpoint | None, found: Verification
+    reader: BaseReader, module: str, kind: str, checkpoint: Checkpoint | None, found: Verification, share: float
 ) -> None:
     """Its tensors among each other, and its weight against the source's."""
     linear = reader.restore(module)
@@ -200,7 +217,7 @@ def _check_linear(
         return
     errors = row_errors(weight_OI, linear.weight_codes, linear.scheme.weight)
     found.worst[kind] = max(found.worst.get(kind, (0.0, module)), (errors.relative, module))
-    rows = errors.unexplained()
+    rows = errors.unexplained(_SLACK, share)
     if len(rows):
         row = int(rows[0])
         size = float(errors.sizes[row]) or 1.0
@@ -233,6 +250,12 @@ def _check_consistent(reader: BaseReader, module: str, linear: QuantLinear) -> I
             off = int((~((stored.double() - wanted.double()).abs() <= slack)).sum())
             if off:
                 yield Finding(info.name, f"{off} of its values do not follow from the module's other tensors")
+
+
+def _searched_by_report(path: Path) -> set[str]:
+    report = path / REPORT_FILE
+    modules = json.loads(report.read_text(encoding="utf-8")).get("modules", {}) if report.is_file() else {}
+    return {name for name, entry in modules.items() if entry.get("method", "minmax") != "minmax"}
 
 
 def _rewritten_by_report(path: Path) -> set[str]:

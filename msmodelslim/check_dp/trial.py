@@ -18,7 +18,8 @@ import torch.distributed as dist
 from msmodelslim.check_dp.events import Event, read_events
 from msmodelslim.check_dp.result_files import ResultFiles, read_result
 from msmodelslim.check_dp.witness import Witness
-from msmodelslim.distributed.launch import joins_outer_launcher, launch
+from msmodelslim.distributed.launch import launch
+from msmodelslim.distributed.outer_launcher import joins_outer_launcher
 from msmodelslim.distributed.watchdog import Limits
 from msmodelslim.errors import EnvError, ModelslimError
 from msmodelslim.model.families import open_model

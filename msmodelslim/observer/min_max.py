@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from msmodelslim.distributed.dist_helper import DistHelper
 from msmodelslim.distributed.stat_agree import Stat, StatKind
 from msmodelslim.distributed.stat_store import StatStore
 
@@ -122,14 +121,14 @@ class MinMaxObserver:
         self._last = None
 
     def agree(
-        self, sample_ids: Sequence[int], sample_count: int, helper: DistHelper | None
+        self, sample_ids: Sequence[int], sample_count: int, is_shared: Callable[[str], bool]
     ) -> dict[str, "AgreedRange"]:
         """The ranges over all ranks, the same on each; every rank calls it once a layer, also one without samples.
 
         Args:
             sample_ids: global index of each sample of this rank.
             sample_count: samples of all ranks together.
-            helper: which modules all ranks share; None in a run of one rank.
+            is_shared: whether all ranks hold this linear.
         """
         store = StatStore(sample_ids, sample_count)
         for name, seen in self.ranges.items():
@@ -145,7 +144,7 @@ class MinMaxObserver:
                 low, high = seen.per_sample[sample_id].tolist()
                 store.add_scalar(f"{name}:lows", sample_id, low)
                 store.add_scalar(f"{name}:highs", sample_id, high)
-        found = store.agree(helper)
+        found = store.agree(is_shared)
         return {name: _agreed(found, name) for name in self.ranges}
 
     def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,6 +152,10 @@ class BaseSessionProcessor:
         """True when the forward must run with its key-value cache."""
         return False
 
+    def sums_matrices(self) -> bool:
+        """True when it adds up float matrices over samples, so that they are dealt for few partial sums."""
+        return False
+
     def syncs_in_forward(self) -> bool:
         """True when its observers communicate while samples flow, so that every rank must forward equally many.
 

@@ -83,5 +83,8 @@ class GroupProcessor(BaseSessionProcessor):
     def syncs_in_forward(self) -> bool:
         return any(child.syncs_in_forward() for child in self._children)
 
+    def sums_matrices(self) -> bool:
+        return any(child.sums_matrices() for child in self._children)
+
     def support_distributed(self) -> bool:
         return all(child.support_distributed() for child in self._children)

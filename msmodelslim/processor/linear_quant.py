@@ -4,21 +4,24 @@ Letters: O output rows, I input columns.
 """
 
 from itertools import product
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch.distributed as dist
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
 from msmodelslim.distributed.dist_helper import DistHelper
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
-from msmodelslim.ir.quantize import act_qparam, quantize_weight, refuse_shape, weight_error
+from msmodelslim.ir.quantize import WeightCodes, act_qparam, refuse_shape
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
+from msmodelslim.observer.gram import GramObserver
 from msmodelslim.observer.min_max import AgreedRange, MinMaxObserver
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
-from msmodelslim.registry import register
+from msmodelslim.processor.rounding import round_weights
+from msmodelslim.registry import lookup, names, nearest, register
+from msmodelslim.weight.base import Gram, WeightMethod
 
 FP8_BLOCK = (128, 128)
 
@@ -73,13 +76,6 @@ class ActExt(BaseModel, frozen=True, extra="forbid"):
     )
 
 
-class WeightExt(BaseModel, frozen=True, extra="forbid"):
-    group_size: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="columns that share a scale; per_group only, 128 when left out"
-    )
-    two_level: bool = Field(False, description="int4 groups with integer scales inside int8 channels")
-
-
 class ActConfig(BaseModel, frozen=True, extra="forbid"):
     dtype: QDType = Field(QDType.FLOAT, description="number type of the input's codes; float leaves it alone")
     scope: QScope = Field(QScope.PER_TENSOR, description="what shares a scale; per_tensor and pd_mix are calibrated")
@@ -99,14 +95,46 @@ class WeightConfig(BaseModel, frozen=True, extra="forbid"):
     dtype: QDType = Field(description="number type of the codes")
     scope: QScope = Field(description="which elements share a scale")
     symmetric: bool = Field(True, description="no offset")
-    method: Literal["minmax"] = Field("minmax", description="how the scale is chosen")
-    ext: WeightExt = WeightExt()
+    method: str = Field("minmax", description="how scales and codes are chosen: one of the weight methods below")
+    ext: Any = Field({}, validate_default=True, description="options of the method")
+
+    @field_validator("method")
+    @classmethod
+    def _is_a_method(cls, method: str) -> str:
+        if method not in names("weight"):
+            raise ValueError(f"write {nearest(method, names('weight'))}")
+        return method
+
+    @field_validator("ext")
+    @classmethod
+    def _is_the_methods(cls, ext: Any, info: ValidationInfo) -> Any:
+        if "method" not in info.data:
+            return ext  # the method's own mistake is told already
+        schema = _method(info.data["method"]).Ext
+        if isinstance(ext, schema):
+            return ext
+        try:
+            return schema.model_validate(ext)
+        except ValidationError as error:
+            raise ValueError(_in_one_line(error, list(schema.model_fields))) from error
 
     def scheme(self) -> QScheme:
         """The scheme these words mean."""
         group = (self.ext.group_size or 128) if self.scope is QScope.PER_GROUP else 0
         block = FP8_BLOCK if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
         return QScheme(self.dtype, self.scope, self.symmetric, group, block, self.ext.two_level)
+
+
+def _in_one_line(error: ValidationError, keys: list[str]) -> str:
+    """The mistakes of a method's options as the end of a sentence that names `ext`."""
+    told = []
+    for one in error.errors():
+        key = ".".join(map(str, one["loc"]))
+        if one["type"] == "extra_forbidden":
+            told.append(f"{key} is no option of this method, write {nearest(key, keys)}")
+        else:
+            told.append(f"{key} is {one['input']!r}: {one['msg'][:1].lower()}{one['msg'][1:]}")
+    return "; ".join(told)
 
 
 class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
@@ -137,6 +165,9 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(f"{self.scheme()} is no supported pair; {_offer(weight.dtype)}")
         if not fits:
             raise ValueError(f"act.scope is {act.scope} for a float input; write per_tensor or leave act out")
+        if not _method(weight.method).supports(weight.scheme()):
+            able = [name for name in names("weight") if _method(name).supports(weight.scheme())]
+            raise ValueError(f"weight.method {weight.method} has no {weight.scheme()}; write one of {', '.join(able)}")
         return self
 
     def scheme(self) -> LinearScheme:
@@ -159,6 +190,26 @@ def _symmetry(allowed: tuple[bool, ...]) -> str:
     return "|".join("sym" if symmetric else "asym" for symmetric in allowed)
 
 
+def _method(name: str) -> type[WeightMethod]:
+    return cast(type[WeightMethod], lookup("weight", name))
+
+
+def _method_examples() -> list[dict[str, Any]]:
+    """Every weight method but min-max, on the first scheme of each number type that it supports and that is saved."""
+    schemes: list[dict[str, Any]] = [
+        {"dtype": "int8", "scope": "per_channel"},
+        {"dtype": "int4", "scope": "per_group", "ext": {"group_size": 32}},
+        {"dtype": "mxfp8", "scope": "per_block"},
+        {"dtype": "mxfp4", "scope": "per_block"},
+    ]
+    return [
+        scheme | {"method": method}
+        for method in names("weight")
+        for scheme in schemes
+        if method != "minmax" and _method(method).supports(WeightConfig.model_validate(scheme).scheme())
+    ]
+
+
 @register("linear_quant")
 class LinearQuantProcessor(BaseSessionProcessor):
     """Puts a `QuantLinear` in place of every selected `nn.Linear` of a layer.
@@ -178,8 +229,10 @@ class LinearQuantProcessor(BaseSessionProcessor):
         self._scheme = config.qconfig.scheme()
         self._selection = Selection(config.include, config.exclude)
         self._linears: dict[str, nn.Linear] = {}
+        self._method = _method(config.qconfig.weight.method)(config.qconfig.weight.ext)
         self._observer: MinMaxObserver | None = None
-        self._helper: DistHelper | None = None
+        self._grams: GramObserver | None = None
+        self._shared: frozenset[str] | None = None  # linears that all ranks hold; None in a run of one rank
 
     @classmethod
     def examples(cls) -> list[dict[str, Any]]:
@@ -200,16 +253,19 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 found.append({"qconfig": {"act": half, "weight": whole}})
         mean = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
         found.append({"qconfig": {"act": mean, "weight": {"dtype": "int8", "scope": "per_channel"}}})
-        return found
+        return found + [{"qconfig": {"weight": weight}} for weight in _method_examples()]
 
     def is_data_free(self) -> bool:
-        return not self._scheme.act.is_static
+        return not (self._scheme.act.is_static or self._method.needs_gram)
+
+    def sums_matrices(self) -> bool:
+        return self._method.needs_gram and not self._method.diagonal_suffices
 
     def shares_forward(self) -> bool:
         return True  # two steps never touch the same linear, and rounding one does not change what the other sees
 
     def support_distributed(self) -> bool:
-        return True  # extrema are exact in any order, and weights need no data
+        return True  # extrema are exact in any order, sums follow a fixed tree, and a weight is rounded once
 
     def rehearse(self, request: BatchProcessRequest) -> None:
         for name, module in list(request.module.named_modules(prefix=request.name)):
@@ -242,34 +298,73 @@ class LinearQuantProcessor(BaseSessionProcessor):
             self._observer = MinMaxObserver(lambda: request.sample_id, keep)
             for name, linear in self._linears.items():
                 self._observer.watch(name, linear, linear.weight.device)
-            if dist.is_initialized():
-                self._helper = DistHelper(request.module, prefix=request.name)
+        if self._method.needs_gram:
+            device = self.context.device
+            ids, count = request.sample_ids, request.sample_count
+            self._grams = GramObserver(ids, count, lambda: request.sample_id, device)
+            for group in self._same_input(request):
+                self._grams.watch(group, self._linears[group[0]], self._method.diagonal_suffices)
+        if dist.is_initialized():
+            # Asked now: another step of the same forward may replace its linears before this one finishes.
+            helper = DistHelper(request.module, prefix=request.name)
+            self._shared = frozenset(name for name in self._linears if helper.is_shared(name))
 
     def postprocess(self, request: BatchProcessRequest) -> None:
         ranges: dict[str, AgreedRange] = {}
+        grams: dict[str, Gram | None] = {}
         if self._observer is not None:
             self._observer.close()
-            ranges = self._observer.agree(request.sample_ids, request.sample_count, self._helper)
+            ranges = self._observer.agree(request.sample_ids, request.sample_count, self._is_shared)
+        if self._grams is not None:
+            self._grams.close()
+            for name, seen in self._grams.agree(self._is_shared).items():
+                grams[name] = None if seen is None else Gram(*seen)
+        rounded = round_weights(
+            self._method,
+            {name: linear.weight.detach() for name, linear in self._linears.items()},
+            self._scheme.weight,
+            grams,
+            self.context.adapter.dtype,
+            self._is_shared,
+            self.context.device,
+        )
         for name in list(self._linears):
-            _replace(request, name, self._quantize(name, self._linears.pop(name), ranges.get(name)))
-        self._observer = None
+            _replace(request, name, self._deploy(name, self._linears.pop(name), *rounded.pop(name), ranges.get(name)))
+        self._observer = self._grams = self._shared = None
 
     def abort(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
+        for watching in (self._observer, self._grams):
+            if watching is not None:
+                watching.close()
         self._linears.clear()
 
-    def _quantize(self, name: str, linear: nn.Linear, seen: AgreedRange | None) -> QuantLinear:
-        scale_dtype = self.context.adapter.dtype
-        codes = quantize_weight(linear.weight, self._scheme.weight, scale_dtype=scale_dtype, name=name)
+    def _is_shared(self, name: str) -> bool:
+        return self._shared is None or name in self._shared
+
+    def _same_input(self, request: BatchProcessRequest) -> list[list[str]]:
+        """The selected linears, those that read one tensor together."""
+        groups = []
+        for _, linears in self.context.adapter.structure(request.module).norm_linears:
+            full = [f"{request.name}.{linear}" for linear in linears]
+            groups.append([name for name in full if name in self._linears])
+        grouped = {name for group in groups for name in group}
+        return [group for group in groups if group] + [[name] for name in self._linears if name not in grouped]
+
+    def _deploy(
+        self, name: str, linear: nn.Linear, codes: WeightCodes, record: dict[str, Any], seen: AgreedRange | None
+    ) -> QuantLinear:
         act_scale = act_offset = None
         if seen is not None:
             low, high = self._range(name, seen)
-            act_scale, act_offset = act_qparam(low, high, self._scheme.act, scale_dtype=scale_dtype)
+            act_scale, act_offset = act_qparam(low, high, self._scheme.act, scale_dtype=self.context.adapter.dtype)
+        if "fallback" in record:
+            what = f"weight rounded by {record['fallback']} instead of {self._method.registered_name}"
+            self.context.record.fallbacks.append({"module": name, "what": what, "why": record["why"]})
         self.context.record.modules[name] = {
             "scheme": str(self._scheme),
             "processor": self.registered_name,
-            "weight_error": weight_error(linear.weight, codes, self._scheme.weight),
+            "method": self._method.registered_name,
+            **record,
         }
         return QuantLinear(self._scheme, codes, bias=linear.bias, act_scale=act_scale, act_offset=act_offset)
 

@@ -38,9 +38,10 @@ class RowErrors:
         error = float(self.errors.square().sum().sqrt())
         return error / size if size else (float("inf") if error else 0.0)
 
-    def unexplained(self, slack: float = 1.05) -> Tensor:
-        """Indices of rows that are off by more than `slack` times the bound, or are not numbers."""
-        return (~(self.errors <= slack * self.bounds)).nonzero().squeeze(1)
+    def unexplained(self, slack: float, share: float = 0.0) -> Tensor:
+        """Indices of rows that are off by more than `slack` bounds and by more than `share` of ‖w‖, or are no numbers."""
+        limits = torch.maximum(slack * self.bounds, share * self.sizes)
+        return (~(self.errors <= limits)).nonzero().squeeze(1)
 
 
 def row_errors(source_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> RowErrors:

@@ -218,14 +218,21 @@ def test_the_examples_cover_every_supported_pair() -> None:
     assert {str(w.dtype) for _, w in PAIRS} == {"int8", "int4", "fp8_e4m3", "mxfp8", "mxfp4"}
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: str(LinearQConfig.model_validate(e["qconfig"]).scheme()))
+def example_name(example: dict) -> str:
+    return (
+        f"{LinearQConfig.model_validate(example['qconfig']).scheme()}-{example['qconfig']['weight'].get('method', '')}"
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=example_name)
 def test_every_supported_pair_runs_and_rounds_as_finely_as_its_bits_allow(t_dense: Path, example: dict) -> None:
     context = context_for(t_dense)
     keep = run(context, step(context, "linear_quant", **example), samples=token_samples(1))
     assert all(isinstance(keep.modules[name], QuantLinear) for name in NAMES)
     worst = max(record["weight_error"] for record in context.record.modules.values())
     limit = {"int8": 0.02, "fp8_e4m3": 0.04, "mxfp8": 0.04, "int4": 0.25, "mxfp4": 0.2}
-    assert worst < limit[example["qconfig"]["weight"]["dtype"]]
+    slack = 1.25 if "method" in example["qconfig"]["weight"] else 1  # methods that serve the outputs, not the weights
+    assert worst < slack * limit[example["qconfig"]["weight"]["dtype"]]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_a_number_that_is_none_is_unexplained() -> None:
     weight = weights(0)
     codes = quantize_weight(weight, r.INT8)
     codes.scale[3] = float("nan")
-    assert row_errors(weight, codes, r.INT8).unexplained().tolist() == [3]
+    assert row_errors(weight, codes, r.INT8).unexplained(1.05).tolist() == [3]
 
 
 def test_an_all_zero_weight_has_no_error() -> None:
