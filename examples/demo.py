@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--work_dir", type=Path, default=Path(".cache"))
     parser.add_argument("--quant_type", default="w8a8")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--device_id", type=int, nargs="*", default=[])
+    parser.add_argument("--device_id", type=int, nargs="*", default=[0, 1])
     options = parser.parse_args()
     source = options.work_dir / "smollm2"
     result = options.work_dir / f"smollm2-{options.quant_type}"
