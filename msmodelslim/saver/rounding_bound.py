@@ -39,7 +39,7 @@ class RowErrors:
         return error / size if size else (float("inf") if error else 0.0)
 
     def unexplained(self, slack: float, share: float = 0.0) -> Tensor:
-        """Indices of rows that are off by more than `slack` bounds and by more than `share` of ‖w‖, or are no numbers."""
+        """Indices of rows off by more than `slack` bounds and more than `share` of ‖w‖, or that are no numbers."""
         limits = torch.maximum(slack * self.bounds, share * self.sizes)
         return (~(self.errors <= limits)).nonzero().squeeze(1)
 
