@@ -20,7 +20,7 @@ from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.processor.smooth_rescale import LayerRescale
 from msmodelslim.processor.smooth_search import Case, Exponents, ExponentSearch, Plan, weight_size
-from msmodelslim.processor.smooth_statistics import InputStatistics, InputStats, sample_count
+from msmodelslim.processor.smooth_statistics import InputStatistics, InputStats
 from msmodelslim.processor.smooth_subgraphs import NormReaders, Subgraph, SubgraphKind, declared, refuse_subgraph
 
 KindName = Literal["norm-linear", "linear-linear", "ov", "up-down"]
@@ -51,7 +51,6 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         self._plan = self.plan()
         self._selection = Selection(("*",) if config.include is None else config.include, config.exclude or ())
         self._store: StatStore | None = None
-        self._samples = 0
         self._shared: DistHelper | None = None
         self._subgraphs: list[Subgraph] = []
         self._inputs: InputStatistics | None = None
@@ -60,6 +59,9 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
     @abstractmethod
     def plan(self) -> Plan:
         """What this preset makes of the engine."""
+
+    def sums_matrices(self) -> bool:
+        return bool(self._plan.stages) and self._plan.scheme.act.is_float
 
     def support_distributed(self) -> bool:
         return True  # every decision follows from what the ranks agreed on
@@ -81,8 +83,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
 
     def preprocess(self, request: BatchProcessRequest) -> None:
         if self._store is None:
-            self._samples = sample_count(request.sample_ids)
-            self._store = StatStore(request.sample_ids, self._samples, device=self.context.device)
+            self._store = StatStore(request.sample_ids, request.sample_count, device=self.context.device)
         modules = _modules(request)
         self._subgraphs = [one for one in self._declared(request) if self._selection.selects(one.source)]
         if dist.is_available() and dist.is_initialized():
@@ -90,7 +91,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
             self._refuse_half_shared(self._shared)
         for subgraph in self._subgraphs:
             refuse_subgraph(subgraph, modules, self._plan.shift)
-        self._inputs = InputStatistics(self._store, self._samples, lambda: request.sample_id)
+        self._inputs = InputStatistics(self._store, request.sample_count, lambda: request.sample_id)
         for subgraph in self._subgraphs:
             first = modules[subgraph.targets[0]]
             width = first.get_parameter("weight").shape[1]

@@ -7,15 +7,14 @@ decides from the same numbers, whatever the number of ranks.
 Letters: T tokens, I input columns.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from msmodelslim.distributed import DistHelper, Stat, StatStore, sync_base_operation
+from msmodelslim.distributed import DistHelper, Stat, StatStore
 from msmodelslim.errors import InvalidModelError
 from msmodelslim.processor.smooth_rescale import wide
 
@@ -131,14 +130,6 @@ class InputStatistics:
 
 
 _WORDS = ("min", "max", "not finite", "sum", "tokens", "gram")
-
-
-def sample_count(sample_ids: Sequence[int]) -> int:
-    """Samples over all ranks, from this rank's global numbers; every rank calls it."""
-    highest = torch.tensor(max(sample_ids, default=-1))
-    if dist.is_available() and dist.is_initialized():
-        sync_base_operation(highest, "max", name="number of samples")
-    return int(highest) + 1
 
 
 def judged_samples(kept: Stat | None) -> set[int]:

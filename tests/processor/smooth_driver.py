@@ -137,12 +137,17 @@ def smoother(layer: nn.Module, structure: LayerStructure, preset: str, **config:
 
 @torch.no_grad()
 def smooth(
-    layer: nn.Module, samples: list[Tensor], processor: SmoothProcessor, sample_ids: list[int] | None = None
+    layer: nn.Module,
+    samples: list[Tensor],
+    processor: SmoothProcessor,
+    sample_ids: list[int] | None = None,
+    sample_count: int = 0,
 ) -> BatchProcessRequest:
     """Rehearse on a meta copy, then run the step on the layer, as a runner would."""
     processor.rehearse(BatchProcessRequest(NAME, copy.deepcopy(layer).to("meta")))
     ids = list(range(len(samples))) if sample_ids is None else sample_ids
-    request = BatchProcessRequest(NAME, layer, [((x,), {}) for x in samples], sample_ids=ids)
+    datas: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((x,), {}) for x in samples]
+    request = BatchProcessRequest(NAME, layer, datas, sample_ids=ids, sample_count=sample_count or len(samples))
     processor.pre_run()
     processor.preprocess(request)
     processor.process(request)

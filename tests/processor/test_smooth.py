@@ -122,7 +122,7 @@ def test_layers_of_transformers_keep_their_function(tmp_path: Path, family: str,
                 ((x, *call.args[1:]), {**call.kwargs, "position_embeddings": (cos.double(), sin.double())})
             )
         before = [layer(*args, **kwargs) for args, kwargs in sample_calls]
-        request = BatchProcessRequest("model.layers.0", layer, sample_calls, sample_ids=range(3))
+        request = BatchProcessRequest("model.layers.0", layer, sample_calls, sample_ids=range(3), sample_count=3)
         processor = step(context, preset, **options(preset))
         processor.rehearse(BatchProcessRequest("model.layers.1", context.model.get_submodule("model.layers.1")))
         processor.preprocess(request)
@@ -400,3 +400,4 @@ def test_presets_run_on_many_ranks_need_data_and_a_forward_of_their_own() -> Non
         assert processor.support_distributed(), preset
         assert not processor.is_data_free(), preset
         assert not processor.shares_forward(), preset
+        assert processor.sums_matrices() == (preset == "awq"), preset
