@@ -1,5 +1,7 @@
 """Twins of the examples' processors, each with one mistake that people make; loaded as a plugin after the examples."""
 
+import os
+import signal
 import sys
 from functools import partial
 from typing import Any
@@ -145,6 +147,30 @@ class NeverReturns(form_b.MedianSmoothProcessor):
         while dist.get_rank() == 1:
             pass
         super().postprocess(request)
+
+
+@register("twin_killed")
+class Killed(form_b.MedianSmoothProcessor):
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().postprocess(request)
+
+
+@register("twin_experts")
+class LeavesLocalAlone(form_b.MedianSmoothProcessor):
+    """Has a module of its own on each rank, as experts are, and does right by them."""
+
+    def preprocess(self, request: BatchProcessRequest) -> None:
+        self._own = f"expert{dist.get_rank()}"
+        request.module.add_module(self._own, nn.Identity())
+        super().preprocess(request)
+
+    def postprocess(self, request: BatchProcessRequest) -> None:
+        shared = self._dist_helper.is_shared(f"{request.name}.{self._own}")
+        assert shared == (dist.get_world_size() == 1)
+        super().postprocess(request)
+        delattr(request.module, self._own)
 
 
 @register("twin_keeps")

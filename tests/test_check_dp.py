@@ -9,6 +9,10 @@ import pytest
 import yaml
 
 from msmodelslim.check_dp import Condition, Finding, Verdict, check_data_parallel, holds
+from msmodelslim.check_dp.diagnosis import diagnose
+from msmodelslim.check_dp.events import Event
+from msmodelslim.check_dp.result_files import ResultFiles
+from msmodelslim.check_dp.trial import Trial
 from msmodelslim.cli import main
 from msmodelslim.errors import EnvError, SchemaValidateError
 from msmodelslim.plugins import load_plugins
@@ -177,6 +181,32 @@ def test_a_rank_that_never_returns_ends_the_run_in_time() -> None:
     failed = only_failure_of(check("twin_loops", W8A8, timeout_s=4), Condition.ENDS)
     assert "no progress: rank 1 is at model.layers.0, twin_loops, postprocess" in failed.where
     assert "rank 0: sync_gather_tensor_lists(" in failed.where
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    failed = only_failure_of(check("twin_killed", W8A8), Condition.ENDS)
+    assert "rank 1 was killed by signal 9, usually out of memory, at model.layers.0, twin_killed, post" in failed.where
+
+
+def test_modules_of_one_rank_that_are_left_alone_are_a_note() -> None:
+    found = check("twin_experts", W8A8)
+    (note,) = [one for one in found if one.verdict is Verdict.NOTE]
+    assert note.condition is Condition.TOPOLOGY
+    assert "local_only are model.layers.0.expert0 (rank 0), model.layers.0.expert1 (rank 1), " in note.where
+    assert holds(found)
+
+
+def test_answers_of_is_shared_that_differ_are_told_by_rank() -> None:
+    def noted(answer: bool) -> list[Event]:
+        return [Event("is_shared", 7, "layer", "step", what="layer.linear", facts={"answer": answer}), Event("end", 7)]
+
+    result = ResultFiles({}, {})
+    trials = [Trial(1, 7, [noted(True)], result), Trial(2, 7, [noted(True), noted(False)], result)]
+    failed = only_failure(diagnose(trials))
+    assert failed.condition is Condition.TOPOLOGY
+    assert (
+        failed.where == "2 ranks, 7 samples: layer, step: is_shared('layer.linear') is True on rank 0, False on rank 1"
+    )
 
 
 def test_a_number_that_differs_and_changes_nothing_is_a_note() -> None:

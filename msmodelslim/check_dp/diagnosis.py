@@ -207,7 +207,7 @@ def _cause(trial: Trial, alone: Trial) -> str:
 
 
 def _ends(trial: Trial) -> Finding:
-    errors = [event for event in _all(trial, "error") if not event.facts["echo"]] or list(_all(trial, "error"))
+    errors = [event for event in _all(trial, "error") if not event.facts["echo"]]
     if errors:
         where = f"{trial.title}: {errors[0].place}: {errors[0].what} (at {errors[0].site})"
         return Finding(Condition.ENDS, Verdict.FAILS, where, "mend this first; note that a rank may hold no sample")

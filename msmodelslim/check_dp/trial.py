@@ -166,12 +166,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _silence(file: Path) -> None:
-    """What libraries print goes to a file."""
+    """From now on what this process prints goes to a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with file.open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+    log = file.open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
 
 
 def _out(folder: Path, count: int) -> Path:
