@@ -51,6 +51,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         self._plan = self.plan()
         self._selection = Selection(("*",) if config.include is None else config.include, config.exclude or ())
         self._store: StatStore | None = None
+        self._losses: StatStore | None = None
         self._shared: DistHelper | None = None
         self._subgraphs: list[Subgraph] = []
         self._inputs: InputStatistics | None = None
@@ -84,6 +85,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
     def preprocess(self, request: BatchProcessRequest) -> None:
         if self._store is None:
             self._store = StatStore(request.sample_ids, request.sample_count, device=self.context.device)
+            self._losses = StatStore(request.sample_ids, request.sample_count)  # float64, which not every device has
         modules = _modules(request)
         self._subgraphs = [one for one in self._declared(request) if self._selection.selects(one.source)]
         if dist.is_available() and dist.is_initialized():
@@ -106,13 +108,13 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         self._readers = NormReaders(request.module, request.name, norms, lambda: request.sample_id)
 
     def postprocess(self, request: BatchProcessRequest) -> None:
-        assert self._inputs is not None and self._readers is not None and self._store is not None, "preprocess ran"
+        assert self._inputs is not None and self._readers is not None and self._losses is not None, "preprocess ran"
         self._inputs.close()
         self._readers.close()
         self._readers.refuse_others(self._subgraphs)
         stats = self._inputs.agree(self._shared)
         rescale = LayerRescale(_modules(request))
-        search = ExponentSearch(self._plan, self._store, self.context.adapter.dtype, self._shared)
+        search = ExponentSearch(self._plan, self._losses, self.context.adapter.dtype, self._shared)
         for kind in SubgraphKind:
             if kind in self.config.enable_subgraph_type:
                 self._scale(self._cases(kind, stats, rescale), search, rescale)

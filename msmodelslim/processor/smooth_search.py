@@ -170,7 +170,7 @@ class ExponentSearch:
 
     Args:
         plan: formula, stages and scheme.
-        store: sums losses over samples, and over ranks.
+        store: sums losses over samples, and over ranks; on the host.
         scale_dtype: type of stored weight scales.
         shared: which modules every rank holds; None without ranks.
     """
@@ -238,7 +238,7 @@ class ExponentSearch:
 
         return loss
 
-    def _judged(self, name: str, rescale: LayerRescale) -> "JudgedRows":
+    def _judged(self, name: str, rescale: LayerRescale) -> JudgedRows:
         rows = rescale.rows(name)
         rows_R = judged_rows(rows, self._plan.scheme.weight)
         return JudgedRows(rescale.weight(name, rows_R), rows / len(rows_R))
