@@ -64,6 +64,8 @@ def print_findings(findings: Sequence[Finding], title: str) -> None:
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """The same, a line a condition that does not simply hold."""
-    told = [one for one in findings if one.verdict is not Verdict.HOLDS]
+    """The same, a line a condition that does not simply hold; what fails comes first."""
+    told = [
+        one for verdict in (Verdict.FAILS, Verdict.NOTE, Verdict.OPEN) for one in findings if one.verdict is verdict
+    ]
     return "\n".join(f"{one.verdict}: {one.condition}: {one.where}; {one.action}" for one in told)
