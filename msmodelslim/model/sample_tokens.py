@@ -11,6 +11,7 @@ import transformers
 
 from msmodelslim.errors import InvalidDatasetError, InvalidModelError
 from msmodelslim.model.checkpoint import read_json_object
+from msmodelslim.model.remote_code import one_at_a_time
 from msmodelslim.model.skeleton import refuse_remote_code
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "tiktoken.model")
@@ -51,9 +52,10 @@ def load_tokenizer(model_path: Path, trust_remote_code: bool) -> Any:
     if problems:
         raise InvalidModelError(f"{model_path}: {'; '.join(problems)}", "fetch the tokenizer's files again")
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            model_path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        with one_at_a_time(trust_remote_code):
+            return transformers.AutoTokenizer.from_pretrained(
+                model_path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise InvalidModelError(
             f"{model_path}: transformers cannot load its tokenizer: {type(error).__name__} {error}",

@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from msmodelslim.errors import InvalidModelError, SecurityError, UnsupportedError
 from msmodelslim.model.checkpoint import Checkpoint
+from msmodelslim.model.remote_code import one_at_a_time
 
 _SHOWN = 20  # names in an error message
 
@@ -45,9 +46,10 @@ def load_config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
             "install a version of transformers that does",
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        with one_at_a_time(trust_remote_code):
+            config = transformers.AutoConfig.from_pretrained(
+                checkpoint.path, trust_remote_code=trust_remote_code, local_files_only=True
+            )
     except (StrictDataclassError, LookupError, TypeError, ValueError) as error:
         raise InvalidModelError(f"{place}: transformers refuses it: {error}", "correct config.json") from error
     vars(config).pop("quantization_config", None)
@@ -67,7 +69,7 @@ def build(config: Any, dtype: torch.dtype, attention: str | None, trust_remote_c
     mapped = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if not mapped and "AutoModelForCausalLM" not in (vars(config).get("auto_map") or {}):
         raise UnsupportedError(f"{type(config).__name__} belongs to no causal language model", "give a text model")
-    with torch.device("meta"):
+    with torch.device("meta"), one_at_a_time(trust_remote_code):
         model = transformers.AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code, **options
         )
