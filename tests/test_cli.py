@@ -425,7 +425,7 @@ def test_a_signal_cleans_up_and_has_its_exit_code(
     sleeper: subprocess.Popen[str], number: int, code: int, said: str
 ) -> None:
     sleeper.send_signal(number)
-    assert sleeper.communicate(timeout=10) == ("cleaned up\n", said)
+    assert sleeper.communicate(timeout=60) == ("cleaned up\n", said)
     assert sleeper.returncode == code
 
 
@@ -433,7 +433,7 @@ def test_a_second_sigterm_does_not_break_the_cleaning_up(sleeper: subprocess.Pop
     sleeper.send_signal(signal.SIGTERM)
     time.sleep(0.1)
     sleeper.send_signal(signal.SIGTERM)
-    assert sleeper.communicate(timeout=10) == ("cleaned up\n", "terminated\n")
+    assert sleeper.communicate(timeout=60) == ("cleaned up\n", "terminated\n")
     assert sleeper.returncode == 143
 
 
