@@ -1,5 +1,6 @@
 import json
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def open_with_slow_copies(rank: int, model: str, cache: str) -> str:
                 time.sleep(0.03)
 
     dynamic_module_utils.HF_MODULES_CACHE = cache
+    # An earlier test of this process may have used the cache of the machine, which Python would look into first.
+    sys.path[:] = [path for path in sys.path if not (Path(path) / "transformers_modules").is_dir()]
     shutil.copyfile = copy_slowly
     time.sleep(0.04 * rank)
     return type(open_model(Path(model), None, True).init_model(torch.device("cpu"))).__name__
