@@ -87,7 +87,7 @@ def measure(command: list[str], threads: int = 1) -> Measured:
 
 
 def _watch(root: int, peak: dict[str, int], stop: threading.Event) -> None:
-    while not stop.wait(0.1):
+    while not stop.wait(0.5):  # reading the maps takes time from the measured work
         sums = dict.fromkeys(peak, 0)
         for process in _tree(root):
             try:
