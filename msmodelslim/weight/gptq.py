@@ -5,6 +5,9 @@ linears of SmolLM2-135M at 4 bits, groups of 64, on other text than the calibrat
 squares of the inputs as weights, 26 % less than with min-max scales.) They are fixed before the columns are put in
 order, so no index of groups is needed at run time.
 
+A Gram matrix of few tokens is too sure of itself, so damping grows with columns over tokens. (On the same linears, with
+128, 512, 2048 and 16384 tokens: 35 %, 38 %, 12 % and 1 % less loss than with the damping of 0.01 alone.)
+
 Letters: O output rows, I input columns, S stretches of columns that share scales.
 """
 
@@ -28,7 +31,14 @@ from msmodelslim.weight.scale_search import Algo, search_weight
 from msmodelslim.weight.ssz import Ssz
 from msmodelslim.weight.two_level import search_two_level
 
-_DAMPING = (0.01, 0.02, 0.05, 0.1, 0.3, 1.0)  # tried in turn, from `percdamp` on, until the matrix can be factored
+_DAMPING = (
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.3,
+    1.0,
+)  # tried in turn, from the first above the least one, until the matrix can be factored
 _ROWS = 4096  # rounded together: bounds the memory of wide layers; a multiple of the height of every tile
 
 
@@ -73,6 +83,11 @@ class Gptq(WeightMethod):
 
     class Ext(WeightMethod.Ext, frozen=True):
         percdamp: float = Field(0.01, gt=0, le=1, description="damping, in mean squares of an input")
+        shrinkage: float = Field(
+            0.2,
+            ge=0,
+            description="more damping the fewer tokens were seen: times input features over tokens, up to 1 in all",
+        )
         block_size: int = Field(128, ge=1, description="columns whose errors are handed on together; a matter of speed")
         actorder: ActOrder = Field(
             ActOrder.STATIC,
@@ -128,10 +143,11 @@ class Gptq(WeightMethod):
         if gram.sum_II.dim() == 1:
             raise ValueError(f"{name}: gptq needs the whole Gram matrix, not its diagonal")
         group = stretch_width(scheme, columns) if self.ext.actorder is ActOrder.GROUP else 0
-        key = ("gptq", columns, self.ext.percdamp, self.ext.actorder, group)
+        damping = max(self.ext.percdamp, min(self.ext.percdamp + self.ext.shrinkage * columns / gram.tokens, 1.0))
+        key = ("gptq", columns, damping, self.ext.actorder, group)
         if key not in gram.prepared:
             refuse_gram(gram, columns, name)
-            gram.prepared[key] = _factor(gram, _order(gram.diagonal(), self.ext.actorder, group), self.ext.percdamp)
+            gram.prepared[key] = _factor(gram, _order(gram.diagonal(), self.ext.actorder, group), damping)
         return gram.prepared[key]
 
     def _start(
@@ -212,12 +228,12 @@ class Gptq(WeightMethod):
             rounded.sweep(grid, inputs.gram_II)
 
 
-def _factor(gram: Gram, order_I: Tensor, percdamp: float) -> Inputs | str:
+def _factor(gram: Gram, order_I: Tensor, least_damping: float) -> Inputs | str:
     mean = float(gram.diagonal().double().mean())
     if mean <= 0:
         return "its inputs were zero for every calibration token"
     gram_II = gram.sum_II[order_I][:, order_I].float() / mean
-    dampings = (percdamp, *(more for more in _DAMPING if more > percdamp))
+    dampings = (least_damping, *(more for more in _DAMPING if more > least_damping))
     for damping in dampings:
         factor_II = upper_factor(gram_II, damping)
         if factor_II is not None:

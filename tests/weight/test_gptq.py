@@ -50,8 +50,8 @@ SYM4 = QScheme(INT4, GROUP, group_size=16)
 
 
 def gptq(**options: object) -> Gptq:
-    """With two rounds of refining, so that every fact holds with them too."""
-    return Gptq(Gptq.Ext(**({"refine": 2} | options)))
+    """With two rounds of refining, so that every fact holds with them too, and with the textbook's damping."""
+    return Gptq(Gptq.Ext(**({"refine": 2, "shrinkage": 0} | options)))
 
 
 def column_values(codes: WeightCodes, scheme: QScheme, column: int) -> NDArray[np.float64]:
@@ -364,6 +364,31 @@ def test_more_damping_is_less_feedback() -> None:
     weight, gram = torch.randn(32, 64, generator=generator(1)), correlated_gram()
     losses = [gptq(percdamp=d, refine=0).quantize(weight, SYM4, gram=gram).record["objective"] for d in (0.01, 1.0)]
     assert losses[0] < losses[1]
+
+
+def test_the_fewer_tokens_the_more_damping() -> None:
+    weight, gram = normal_weight(), correlated_gram()
+    for tokens, damping in ((10**6, 0.01 + 0.2 * 64e-6), (640, 0.03), (64, 0.21), (8, 1.0)):
+        rounded = gptq(shrinkage=0.2).quantize(weight, SYM4, gram=Gram(gram.sum_II, tokens))
+        assert math.isclose(rounded.record["damping"], damping)
+    assert Gptq.Ext().shrinkage == 0.2
+
+
+def test_with_few_tokens_shrinking_loses_less_on_inputs_that_were_not_seen() -> None:
+    weight = torch.randn(64, 64, generator=generator(1))
+    x = torch.randn(4096, 64, generator=generator(2)) @ torch.randn(64, 64, generator=generator(3))
+    x *= torch.logspace(-1, 1, 64)
+    seen, unseen = x[:24], x[24:]
+    losses = [
+        loss_on_inputs(
+            weight,
+            gptq(shrinkage=shrinkage).quantize(weight, SYM4, gram=Gram(seen.T @ seen, 24)).codes,
+            SYM4,
+            Gram(unseen.T @ unseen, 4072),
+        )
+        for shrinkage in (0, 0.2)
+    ]
+    assert losses[1] < 0.9 * losses[0]
 
 
 def test_cost_grows_with_the_square_of_the_inputs_and_with_refining() -> None:
