@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from msmodelslim.distributed.failure import was_told
 from msmodelslim.errors import EnvError, UnsupportedError
 from msmodelslim.model.checkpoint import Checkpoint
 from msmodelslim.processor.linear_quant import LinearQuantProcessor
@@ -364,6 +366,35 @@ def test_no_weight_is_read_for_a_run_that_is_refused(
     job = QuantJob(t_dense, tmp_path / "out", recipe, "test.yaml", device_ids=(0, 1), dataset=str(dataset))
     with pytest.raises(UnsupportedError, match=r"\['linear_quant'\]"):
         quantize(job)
+
+
+def what_is_there_when_it_fails(rank: int, values: dict[str, Any]) -> list[bool]:
+    """Whether the directory that all ranks write to is there: when this rank's error gets out, and once it was told."""
+    partial, found = Path(values["save_path"]).parent / ".out.partial-1", []
+    load_fault_steps()
+    try:
+        run_rank(values, rank, 2)
+    except RuntimeError:  # of `bug`, or of a collective that lost the rank with the bug
+        found.append(partial.exists())
+    dist.barrier()
+    was_told()
+    dist.barrier()
+    return [*found, partial.exists()]
+
+
+def load_fault_steps() -> None:
+    from tests import fault_plugin  # noqa: F401 # registers them
+
+
+def test_a_rank_takes_the_shared_directory_away_only_when_its_error_has_been_told(
+    tmp_path: Path, t_dense: Path, dataset: Path, run_ranks: RankRunner
+) -> None:
+    """Another rank that still writes there would fail for that, and earlier than the cause is known."""
+    steps = [{"type": "fault", "how": "bug", "rank": rank, "folder": str(tmp_path)} for rank in (0, 1)]
+    words = quant_words(tmp_path / "in", t_dense, tmp_path / "out", dataset, 2, steps)
+    recipe = Path(words[words.index("--config_path") + 1]).read_text()
+    job = QuantJob(t_dense, tmp_path / "out", recipe, "test.yaml", device_ids=(0, 1), dataset=str(dataset), leader=1)
+    assert run_ranks(2, what_is_there_when_it_fails, job.plain()) == [[True, False]] * 2
 
 
 # ---------------------------------------------------------------- ranks that read different files

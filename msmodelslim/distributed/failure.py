@@ -3,6 +3,7 @@
 import pkgutil
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -113,6 +114,21 @@ class Catch:
             self.error = error
             return True
         return False
+
+
+_when_told: list[Callable[[], None]] = []
+
+
+def when_told(action: Callable[[], None]) -> None:
+    """Do this when this rank's error has been told: what it takes away may be what other ranks work on, and they would
+    fail for that before the cause is known."""
+    _when_told.append(action)
+
+
+def was_told() -> None:
+    """This rank's error has been told: do what waited for that."""
+    while _when_told:
+        _when_told.pop()()
 
 
 def first_of(failures: list[Failure]) -> Failure | None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from msmodelslim.distributed import watchdog
-from msmodelslim.distributed.failure import Catch, Failure, failure_of
+from msmodelslim.distributed.failure import Catch, Failure, failure_of, was_told
 from msmodelslim.distributed.network import interface_towards
 from msmodelslim.distributed.worker import LEAVE_S, RankSetup, end_hard, leave, run_entry
 from msmodelslim.errors import EnvError
@@ -90,9 +90,13 @@ def as_one_job() -> Iterator[None]:
         over.set()
         signal.signal(signal.SIGTERM, before)
         _is_one_job = False
+        if caught.error is None:  # done, or asked to leave: then the cause is known
+            was_told()
     if caught.error is not None:
         failure = failure_of(caught.error, int(os.environ["RANK"]), watchdog.place())
-        if not _tells_first(failure):
+        first = _tells_first(failure)
+        was_told()
+        if not first:
             sys.exit(1)
         raise failure.error() from caught.error
 

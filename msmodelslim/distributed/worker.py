@@ -26,7 +26,7 @@ import torch.distributed as dist
 from msmodelslim import device
 from msmodelslim.distributed import watchdog
 from msmodelslim.distributed.dist_setup import setup_distributed
-from msmodelslim.distributed.failure import Catch, Failure, failure_of
+from msmodelslim.distributed.failure import Catch, Failure, failure_of, was_told
 
 LEAVE_S = 5.0  # from a polite end to a hard one, for a rank whose job is over
 _LOOK_S = 0.5
@@ -69,6 +69,7 @@ def work(task: dict[str, Any]) -> None:
             run_entry(task["entry"], task["job"], setup)
     except SystemExit as left:
         if watchdog.has_ended():
+            was_told()
             _exit(128 + signal.SIGTERM)
         _report(failure_of(left, rank, watchdog.place()), folder)  # the entry left by itself
     if caught.error is not None:
@@ -123,6 +124,7 @@ def _report(failure: Failure, folder: Path) -> NoReturn:
     except OSError as error:  # a full disk may be the very failure; so that its words are not lost
         if not failure.lost_peer:
             _log.error("%s (and %s takes no report: %s)", failure.error(), folder, error.strerror)
+    was_told()
     _exit(1)
 
 

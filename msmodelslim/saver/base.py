@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from msmodelslim.distributed import watchdog
+from msmodelslim.distributed.failure import when_told
 from msmodelslim.errors import EnvError, UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
@@ -249,7 +250,10 @@ class BaseSaver(BaseSessionProcessor):
         self._output.commit()
 
     def abort(self) -> None:
-        self._output.discard()
+        if self._world_size > 1:  # the other ranks may still write there
+            when_told(self._output.discard)
+        else:
+            self._output.discard()
 
     # --- parts
 
