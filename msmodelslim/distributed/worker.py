@@ -116,16 +116,23 @@ def core_slice(cores: list[int], place: int, count: int) -> set[int]:
 
 
 def _report(failure: Failure, folder: Path) -> NoReturn:
+    if not _is_written(failure, folder):
+        was_told()  # a full disk may be the very failure, and this makes room
+        if not _is_written(failure, folder) and not failure.lost_peer:
+            _log.error("%s (and %s takes no report of it)", failure.error(), folder)
+    was_told()
+    _exit(1)
+
+
+def _is_written(failure: Failure, folder: Path) -> bool:
     path = watchdog.error_file(folder, failure.rank)
     aside = path.with_suffix(".part")
     try:
         aside.write_text(json.dumps(failure.plain()))
         aside.rename(path)
-    except OSError as error:  # a full disk may be the very failure; so that its words are not lost
-        if not failure.lost_peer:
-            _log.error("%s (and %s takes no report: %s)", failure.error(), folder, error.strerror)
-    was_told()
-    _exit(1)
+    except OSError:
+        return False
+    return True
 
 
 def _exit(code: int) -> NoReturn:
