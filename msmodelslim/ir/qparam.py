@@ -40,6 +40,11 @@ def qparam(minimum: Tensor, maximum: Tensor, scheme: QScheme, scale_dtype: torch
     return scale, offset.masked_fill_(zero, 0)
 
 
+def extrema(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Smallest and largest value along an axis; a NaN in it makes both NaN."""
+    return x.amin(dim, keepdim), x.amax(dim, keepdim)  # many times faster on a CPU than aminmax over an axis
+
+
 def divide(x: Tensor, steps: float) -> Tensor:
     """x / steps, correctly rounded on every device."""
     # By a tensor: accelerators multiply by the rounded reciprocal of a plain number, which is not the same quotient.

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.mx import E8M0_NAN, in_blocks, mx_dequantize, mx_quantize, spread
-from msmodelslim.ir.qparam import INT_RANGE, divide, qparam, storable, to_codes
+from msmodelslim.ir.qparam import INT_RANGE, divide, extrema, qparam, storable, to_codes
 from msmodelslim.ir.scheme import FLOAT, MX_BLOCK, LinearScheme, QDType, QScheme, QScope
 
 FP8_BLOCK = 128  # side of a tile where the scheme names none; DeepSeek-V3, arXiv:2412.19437, section 3.3.2
@@ -148,14 +148,18 @@ def dequantize_weight(codes: WeightCodes, scheme: QScheme) -> Tensor:
 
 
 def weight_error(weight_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> float:
-    """What rounding lost, ‖W − Ŵ‖ / ‖W‖ with sums in float64, a few rows at a time; 0 for an all-zero weight."""
+    """What rounding lost, ‖W − Ŵ‖ / ‖W‖, rows summed in float64, a few at a time; 0 for an all-zero weight."""
     rows, columns = weight_OI.shape
     lost = total = 0.0
     for chunk in _row_chunks(rows, columns, scheme):
         part_RI = weight_OI[chunk].float()
-        total += float(part_RI.square().sum(dtype=torch.float64))
-        lost += float((part_RI - _dequantize_rows(codes, scheme, chunk, columns)).square_().sum(dtype=torch.float64))
+        total += _sum_of_squares(part_RI)
+        lost += _sum_of_squares(part_RI - _dequantize_rows(codes, scheme, chunk, columns))
     return math.sqrt(lost / total) if total else 0.0
+
+
+def _sum_of_squares(x_RI: Tensor) -> float:
+    return float(torch.linalg.vector_norm(x_RI, dim=1).double().square().sum())
 
 
 def act_qparam(
@@ -219,10 +223,10 @@ def fake_quantize_act(x: Tensor, scheme: QScheme, scale: Tensor | None = None, o
         scale, offset = scale.to(x.dtype), None if scheme.symmetric or offset is None else offset.to(x.dtype)
     elif scheme.scope is QScope.PER_BLOCK:
         width = scheme.block[1] or FP8_BLOCK
-        scale, offset = qparam(*torch.aminmax(in_blocks(x, width), dim=-1), scheme, x.dtype)
+        scale, offset = qparam(*extrema(in_blocks(x, width), -1), scheme, x.dtype)
         scale = spread(scale, width, x.shape[-1])
     else:
-        scale, offset = qparam(*torch.aminmax(x, dim=-1, keepdim=True), scheme, x.dtype)
+        scale, offset = qparam(*extrema(x, -1, keepdim=True), scheme, x.dtype)
     codes = to_codes(x, scale, offset, scheme).to(x.dtype)
     return (codes if offset is None else codes.sub_(offset)).mul_(scale)
 
@@ -292,9 +296,9 @@ def _weight_extrema(weight_OI: Tensor, scheme: QScheme) -> tuple[Tensor, Tensor]
             tiles = padded.unflatten(1, (-1, width)).unflatten(0, (-1, height))
             low, high = tiles.amin((1, 3)), tiles.amax((1, 3))
         elif scheme.scope is QScope.PER_GROUP and not scheme.two_level:
-            low, high = part_RI.unflatten(1, (-1, width)).aminmax(dim=2)
+            low, high = extrema(part_RI.unflatten(1, (-1, width)), 2)
         else:
-            low, high = part_RI.aminmax(dim=1, keepdim=True)
+            low, high = extrema(part_RI, 1, keepdim=True)
         lows.append(low)
         highs.append(high)
     low, high = torch.cat(lows), torch.cat(highs)
@@ -322,7 +326,7 @@ def _quantize_two_level(weight_OI: Tensor, scheme: QScheme, absmax_O1: Tensor, s
     for chunk in _row_chunks(rows, columns, scheme):
         outer = (weight_OI[chunk].float() / scale_O1[chunk]).round_().clamp_(-TWO_LEVEL_MAX, TWO_LEVEL_MAX)
         groups = outer.unflatten(1, (-1, scheme.group_size))
-        low, high = groups.aminmax(dim=2)
+        low, high = extrema(groups, 2)
         low, high = low.clamp_(max=0), high.clamp_(min=0)
         steps = divide(torch.maximum(-low, high), qmax) if scheme.symmetric else divide(high - low, qmax - qmin)
         scale = steps.round_().clamp_(min=1)

@@ -3,6 +3,7 @@
 Letters: O output rows, I input columns, R rows of a chunk.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ class RowErrors:
 
     Args:
         errors: ‖w − ŵ‖.
-        bounds: the largest ‖w − ŵ‖ that rounding can cause.
+        bounds: the largest ‖w − ŵ‖ that rounding can cause; without clipping, where the error is below that already.
         sizes: ‖w‖.
     """
 
@@ -50,18 +51,23 @@ def row_errors(source_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> RowErr
     for start, part in _row_chunks(codes, scheme):
         weight_RI = source_OI[start : start + part.codes_OI.shape[0]].float()
         errors.append((weight_RI - dequantize_weight(part, scheme)).norm(dim=1))
-        bounds.append(_row_reach(part, scheme))
+        bounds.append(_row_reach(part, scheme, errors[-1]))
         sizes.append(weight_RI.norm(dim=1))
     return RowErrors(*(torch.cat(parts).double() for parts in (errors, bounds, sizes)))
 
 
-def _row_reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
-    """‖…‖ of `_reach` over each row."""
+def _row_reach(codes: WeightCodes, scheme: QScheme, errors_R: Tensor) -> Tensor:
+    """‖…‖ of `_reach` over each row; what clipping may add is looked at only where the error needs it."""
     if scheme.dtype not in _EXTREMES or scheme.scope is QScope.PER_GROUP:
         return _reach(codes, scheme).norm(dim=1)
-    lowest, highest = _EXTREMES[scheme.dtype]
-    outermost_R = ((codes.codes_OI == lowest) | (codes.codes_OI == highest)).sum(1)
-    return codes.scale.flatten() * (0.5**2 * codes.codes_OI.shape[1] + (1.5**2 - 0.5**2) * outermost_R).sqrt()
+    bounds_R = (codes.scale.flatten() * 0.5 * math.sqrt(codes.codes_OI.shape[1])).expand(len(errors_R)).clone()
+    over_R = ~(errors_R <= bounds_R)
+    if over_R.any():
+        lowest, highest = _EXTREMES[scheme.dtype]
+        codes_RI = codes.codes_OI[over_R]
+        outermost_R = ((codes_RI == lowest) | (codes_RI == highest)).sum(1)
+        bounds_R[over_R] *= (1 + (1.5**2 / 0.5**2 - 1) * outermost_R / codes_RI.shape[1]).sqrt()
+    return bounds_R
 
 
 def _reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
