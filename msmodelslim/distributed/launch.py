@@ -7,6 +7,7 @@ launcher) has started the processes already, the job joins them instead.
 """
 
 import faulthandler
+import gc
 import json
 import logging
 import os
@@ -161,6 +162,8 @@ def _start(config: LaunchConfig, folder: Path, watch: Watch, signals: "_Signals"
     try:
         if forks:
             os.environ.setdefault(_TOKENIZER_THREADS, "false")
+            gc.collect()
+            gc.freeze()  # a collection in a rank would touch, and so copy, all pages that it shares with this process
             sys.stdout.flush()  # a rank would write what stands in the buffers once more
             sys.stderr.flush()
             elastic_launch(replace(config, start_method="fork"), _forked)(task)

@@ -20,7 +20,7 @@ from msmodelslim.ir.scheme import FLOAT, MX_BLOCK, LinearScheme, QDType, QScheme
 
 FP8_BLOCK = 128  # side of a tile where the scheme names none; DeepSeek-V3, arXiv:2412.19437, section 3.3.2
 TWO_LEVEL_MAX = 119  # of the outer int8 codes, so that the inner rounding stays within int8; QoQ, arXiv:2405.04532, 4.1
-_CHUNK_ELEMENTS = 2**20  # what is held in float32 at a time: 4 MiB
+_CHUNK_ELEMENTS = 2**18  # what is held in float32 at a time: 1 MiB, which stays in a core's cache
 _ROWS = {QScope.PER_TENSOR, QScope.PER_CHANNEL, QScope.PER_GROUP}
 _WEIGHT_SCOPES = {
     QDType.INT8: _ROWS,

@@ -13,7 +13,7 @@ from torch import Tensor
 from msmodelslim.ir.quantize import WeightCodes, dequantize_weight
 from msmodelslim.ir.scheme import MX_BLOCK, QDType, QScheme, QScope
 
-_CHUNK_ELEMENTS = 1 << 20  # float32 elements a step: 4 MiB each of source, result and bound
+_CHUNK_ELEMENTS = 1 << 18  # float32 elements a step: 1 MiB each of source, result and bound
 _TILE = 128
 _EXTREMES = {QDType.INT8: (-128, 127), QDType.INT4: (-8, 7)}
 
