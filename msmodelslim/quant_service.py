@@ -35,7 +35,7 @@ from msmodelslim.plugins import load_plugins
 from msmodelslim.processor.base import BaseSessionProcessor, RunContext, RunRecord
 from msmodelslim.recipe import Recipe, Step, parse_recipe
 from msmodelslim.registry import lookup, names
-from msmodelslim.report import REPORT_FILE, RunFacts, build_report, print_summary
+from msmodelslim.report import PLOT_FILE, REPORT_FILE, RunFacts, build_report, plot_report, print_summary
 from msmodelslim.runner.base import BaseRunner, needs_forward
 from msmodelslim.runner.dp_layer_wise_runner import DPLayerWiseRunner, refuse_unsupported
 from msmodelslim.runner.layer_wise_runner import LayerWiseRunner
@@ -304,6 +304,11 @@ def _finish(session: Session, saver: BaseSaver) -> None:
     facts.peak_memory_mib = devices.peak_memory_mib(context.device.type)
     report = build_report(facts, context.record, session.weights)
     (saver.directory / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n")
+    try:
+        (saver.directory / PLOT_FILE).write_bytes(plot_report(report))
+    except OSError as error:  # a full disk, or no place for matplotlib's cache: no reason to throw the result away
+        (saver.directory / PLOT_FILE).unlink(missing_ok=True)
+        log.warning("%s is left out: %s", PLOT_FILE, error)
     saver.commit()
     print_summary(report)
 

@@ -1,4 +1,4 @@
-"""What a run did, for people (closing table) and for programs (`quant_report.json`)."""
+"""What a run did, for people (closing table, `quant_report.png`) and for programs (`quant_report.json`)."""
 
 import hashlib
 import importlib.metadata
@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from msmodelslim import __version__
+from msmodelslim.error_plot import Panel, by_kind, by_layer, draw
 from msmodelslim.processor.base import RunRecord
 
 REPORT_FILE = "quant_report.json"
+PLOT_FILE = "quant_report.png"
 _PACKAGES = ("torch", "transformers", "safetensors", "compressed-tensors", "numpy")
 
 
@@ -71,6 +73,19 @@ def build_report(facts: RunFacts, record: RunRecord, weights: dict[str, int]) ->
         "seconds": {name: round(seconds, 3) for name, seconds in facts.seconds.items()},
         "peak_memory_mib": round(facts.peak_memory_mib, 1),
     }
+
+
+def plot_report(report: dict[str, Any]) -> bytes:
+    """The content of `quant_report.png`: errors by layer, of weights and, where measured, of outputs."""
+    names = [entry["name"] for entry in report["layers"]]
+    weights = {name: entry["weight_error"] for name, entry in report["modules"].items()}
+    outputs = {entry["name"]: entry["output_error"] for entry in report["layers"] if "output_error" in entry}
+    panels = [Panel("error of the weights, by kind of linear", "‖W − Ŵ‖ / ‖W‖", by_kind(weights, names), True)]
+    if outputs:
+        series = {"layer": by_layer(outputs, names)}
+        panels.append(Panel("error of the layer's output, first calibration sample", "‖y − ŷ‖ / ‖y‖", series, True))
+    title = f"{report['model']['model_type']}, {report['recipe']['config_id']}: what rounding changed"
+    return draw(title, panels, len(names))
 
 
 def print_summary(report: dict[str, Any], planned: bool = False) -> None:

@@ -28,7 +28,8 @@ ALLOWED = {
     "processor": {"observer", "weight", "ir", "distributed", "registry", "errors", "model.base", "model.structure"},
     "saver": {"ir", "distributed", "registry", "errors", "processor.base", "model.base", "model.checkpoint"},
     "runner": {"processor.base", "model.base", "calibration", "distributed", "device", "errors"},
-    "report": {"processor.base", "errors"},
+    "error_plot": set(),
+    "report": {"processor.base", "errors", "error_plot"},
     "artifact": {"saver", "ir", "model", "registry", "errors", "report"},
     "perplexity": {"saver", "ir", "model", "calibration", "device", "registry", "errors", "artifact"},
     "quant_service": {

@@ -13,9 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from msmodelslim.artifact import verify_directory
 from msmodelslim.errors import InvalidDatasetError, InvalidModelError, ModelslimError, SecurityError, UnsupportedError
 from msmodelslim.model.checkpoint import Checkpoint
 from msmodelslim.quant_service import QuantJob, _choose_runner_type, quantize, rehearse
+from msmodelslim.report import plot_report
 from msmodelslim.runner.dp_layer_wise_runner import DPLayerWiseRunner
 from msmodelslim.runner.layer_wise_runner import LayerWiseRunner
 from msmodelslim.runner.model_wise_runner import ModelWiseRunner
@@ -165,8 +167,31 @@ def test_the_size_a_dry_run_promises_is_the_size_that_is_written(
 ) -> None:
     quantize(job())
     report = json.loads((tmp_path / "out" / "quant_report.json").read_text())
-    written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.name != "quant_report.json")
+    written = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.stem != "quant_report")
     assert report["output"]["bytes"] == written
+
+
+def test_a_picture_of_the_errors_lies_beside_the_report(tmp_path: Path, job: Callable[..., QuantJob]) -> None:
+    quantize(job())
+    picture = (tmp_path / "out" / "quant_report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n")
+    report = json.loads((tmp_path / "out" / "quant_report.json").read_text())
+    assert plot_report(report) == picture
+    report["modules"]["model.layers.1.mlp.up_proj"]["weight_error"] *= 2
+    assert plot_report(report) != picture
+
+
+def test_a_picture_that_cannot_be_drawn_is_left_out_with_a_warning(
+    tmp_path: Path, job: Callable[..., QuantJob], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_place(report: object) -> bytes:
+        raise OSError("no place for a cache")
+
+    monkeypatch.setattr("msmodelslim.quant_service.plot_report", no_place)
+    quantize(job())
+    assert "quant_report.png is left out: no place for a cache" in caplog.text
+    assert not (tmp_path / "out" / "quant_report.png").exists()
+    assert verify_directory(tmp_path / "out", job().model_path) == []
 
 
 def test_global_torch_state_is_as_before(job: Callable[..., QuantJob]) -> None:

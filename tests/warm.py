@@ -1,5 +1,6 @@
 """Imports everything that a run needs, once, in the server that test ranks are forked from."""
 
+import matplotlib.backends.backend_agg  # noqa: F401 - imported for its effect
 import transformers.models.llama.modeling_llama
 import transformers.models.mistral.modeling_mistral
 import transformers.models.qwen2.modeling_qwen2

@@ -16,7 +16,7 @@ KNOWN_SUFFIXES = {
 }
 LARGE_BYTES = 64 << 20
 _LEFT_FOLDERS = {"original", "__pycache__"}
-_OWN_NAMES = {"config.json", "quant_model_description.json", "quant_report.json"}
+_OWN_NAMES = {"config.json", "quant_model_description.json", "quant_report.json", "quant_report.png"}
 
 
 @dataclass
