@@ -30,11 +30,11 @@ from msmodelslim.errors import InvalidDatasetError, InvalidModelError, SchemaVal
 from msmodelslim.model import skeleton
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
 from msmodelslim.model.families import open_model
+from msmodelslim.model.head import LOGITS_AT_ONCE, logits, without_layers
 from msmodelslim.model.sample_tokens import load_tokenizer
 from msmodelslim.saver.stored import BaseReader
 
 DEFAULT_TEXT = SHIPPED / "eval.txt"
-LOGITS_AT_ONCE = 1 << 24  # elements; 64 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -253,36 +253,19 @@ def _load_rest(
     adapter: ModelSlimPipelineInterfaceV1, model: nn.Module, reader: BaseReader | None, device: torch.device
 ) -> None:
     """Load what stands outside the decoder layers: final norm, head, and the embedding if it is not there yet."""
-    parent_name, _, key = adapter.layer_names[0].rpartition(".")[0].rpartition(".")
-    parent = model.get_submodule(parent_name)
-    layers = getattr(parent, key)
-    setattr(parent, key, nn.ModuleList())
-    if reader is not None:
-        _restore(model, reader, "", device)
-    adapter.load_module("", model, device)
-    setattr(parent, key, layers)
+    with without_layers(adapter, model):
+        if reader is not None:
+            _restore(model, reader, "", device)
+        adapter.load_module("", model, device)
 
 
 def _window_loss(adapter: ModelSlimPipelineInterfaceV1, model: Any, ids_1T: Tensor, output: Any) -> float:
-    """Loss of one window whose last layer gave `output`.
-
-    The model's own forward runs with layers that hand on slices of it: so norm, head and whatever a family does there
-    (scaling, capping) are the model's, and only a few rows of logits exist at a time.
-    """
+    """Loss of one window whose last layer gave `output`; only a few rows of logits exist at a time."""
     hidden_1TC, *others = output if isinstance(output, tuple) else (output,)
     rows = max(1, LOGITS_AT_ONCE // model.config.get_text_config().vocab_size)
-    layers = [model.get_submodule(name) for name in adapter.layer_names]
     loss = 0.0
-    try:
-        for start in range(0, ids_1T.shape[1] - 1, rows):
-            stop = min(start + rows, ids_1T.shape[1] - 1)
-            part = hidden_1TC[:, start:stop]
-            given = (part, *others) if isinstance(output, tuple) else part
-            for layer in layers:
-                vars(layer)["forward"] = lambda *_, given=given, **__: given
-            logits_TV = model(input_ids=ids_1T[:, start:stop], use_cache=False).logits[0].float()
-            loss += functional.cross_entropy(logits_TV, ids_1T[0, start + 1 : stop + 1], reduction="sum").item()
-    finally:
-        for layer in layers:
-            vars(layer).pop("forward", None)
+    for start in range(0, ids_1T.shape[1] - 1, rows):
+        stop = min(start + rows, ids_1T.shape[1] - 1)
+        logits_TV = logits(adapter, model, hidden_1TC[:, start:stop], tuple(others))
+        loss += functional.cross_entropy(logits_TV, ids_1T[0, start + 1 : stop + 1], reduction="sum").item()
     return loss

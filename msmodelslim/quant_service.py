@@ -23,8 +23,7 @@ from torch import nn
 from msmodelslim import __version__
 from msmodelslim import device as devices
 from msmodelslim.artifact import verify_directory
-from msmodelslim.calibration import SampleSet, load_samples, rank_share
-from msmodelslim.distributed import deal
+from msmodelslim.calibration import SampleSet, load_samples
 from msmodelslim.distributed.outer_launcher import joins_outer_launcher, outer_world_size
 from msmodelslim.distributed.same_inputs import leader_of_job, refuse_differences
 from msmodelslim.errors import EnvError, ModelslimError, UnsupportedError
@@ -40,6 +39,7 @@ from msmodelslim.runner.base import BaseRunner, needs_forward
 from msmodelslim.runner.dp_layer_wise_runner import DPLayerWiseRunner, refuse_unsupported
 from msmodelslim.runner.layer_wise_runner import LayerWiseRunner
 from msmodelslim.runner.model_wise_runner import ModelWiseRunner
+from msmodelslim.runner.shares import runner_on_share
 from msmodelslim.saver.base import BaseSaver
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def quantize(job: QuantJob) -> None:
     devices_of_job = tuple(range(outer_world_size())) if joins else job.device_ids
     chosen = _choose_runner_type(recipe.runner, devices_of_job)
     several = chosen is DPLayerWiseRunner and (len(job.device_ids) > 1 or joins)
-    with _threads(1 if several else job.threads):
+    with own_threads(1 if several else job.threads):
         if not several and chosen is not DPLayerWiseRunner:
             if joins and len(devices_of_job) > 1:
                 raise UnsupportedError(
@@ -196,7 +196,7 @@ def run_rank(values: dict[str, Any], rank: int, world_size: int) -> None:
 
 def rehearse(job: QuantJob) -> None:
     """Everything that can be known before a weight is read, and what the run will need (`--dry_run`)."""
-    with _threads(job.threads):
+    with own_threads(job.threads):
         session = open_session(job)
         if _choose_runner_type(session.recipe.runner, job.device_ids) is DPLayerWiseRunner and len(job.device_ids) > 1:
             refuse_unsupported(_all_steps(session))
@@ -228,12 +228,12 @@ def open_session(job: QuantJob, rank: int = 0, world_size: int = 1) -> Session:
     context = RunContext(adapter, nn.Module(), devices.torch_device(job.device, job.device_ids[place]), RunRecord())
     several = world_size > 1 or (len(job.device_ids) > 1 and recipe.runner in ("auto", "dp_layer_wise"))
     saver = _build_saver(recipe.save, context, job, several)
-    session = Session(job, recipe, adapter, context, _build(recipe.process, context), saver)
+    session = Session(job, recipe, adapter, context, build_steps(recipe.process, context), saver)
     session.rank, session.world_size = rank, world_size
     session.renew_model()
     _load_data(session)
     if world_size > 1:
-        refuse_differences(_inputs(session))
+        refuse_differences(inputs_of_run(adapter, job.recipe_text, session.facts.data.get("fingerprint", "")))
     _describe(session)
     LayerWiseRunner(context, session.steps).rehearse()
     if not any(name for name in _quantized(context.model)):
@@ -257,7 +257,7 @@ def run_session(session: Session, start: float) -> None:
         with _timed(session, f"prior stage {number}"):
             session.renew_model()
             samples, _ = _tokenize(session, job.dataset or stage.dataset)
-            _runner(session, LayerWiseRunner, _build(stage.steps, context), samples).run()
+            _runner(session, LayerWiseRunner, build_steps(stage.steps, context), samples).run()
     session.renew_model()
     whole = recipe.runner == "model_wise" and session.world_size == 1
     try:
@@ -274,23 +274,7 @@ def run_session(session: Session, start: float) -> None:
 def _runner(
     session: Session, cls: type[BaseRunner], steps: Sequence[BaseSessionProcessor], samples: list[dict[str, Any]]
 ) -> BaseRunner:
-    """The runner on this rank's share of the samples: each sample goes to one rank, and a rank may get none."""
-    if any(step.sums_matrices() for step in steps):
-        shares = [list(ids) for ids in deal(len(samples), session.world_size)]
-    else:
-        every = list(range(len(samples)))
-        shares = [rank_share(every, rank, session.world_size) for rank in range(session.world_size)]
-    mine = shares[session.rank]
-    return cls(
-        session.context,
-        steps,
-        [samples[index] for index in mine],
-        mine,
-        len(samples),
-        shown=session.rank == 0,
-        rounds=max(map(len, shares)),
-        spare=samples[0] if samples and not all(shares) else None,
-    )
+    return runner_on_share(cls, session.context, steps, samples, session.rank, session.world_size)
 
 
 def _finish(session: Session, saver: BaseSaver) -> None:
@@ -326,11 +310,12 @@ def _print_rehearsal(session: Session) -> None:
 
 def _all_steps(session: Session) -> list[BaseSessionProcessor]:
     """Everything the run will do: the steps of the prior stages, then its own."""
-    prior = [step for stage in session.recipe.prior for step in _build(stage.steps, session.context)]
+    prior = [step for stage in session.recipe.prior for step in build_steps(stage.steps, session.context)]
     return prior + session.steps
 
 
-def _build(steps: Sequence[Step], context: RunContext) -> list[BaseSessionProcessor]:
+def build_steps(steps: Sequence[Step], context: RunContext) -> list[BaseSessionProcessor]:
+    """The processors that a recipe's steps name."""
     return [lookup("processor", step.type)(step.config, context) for step in steps]
 
 
@@ -371,15 +356,20 @@ def _tokenize(session: Session, dataset: str) -> tuple[list[dict[str, Any]], Sam
     return session.adapter.handle_dataset(kept, session.context.device, session.recipe.max_length), found
 
 
-def _inputs(session: Session) -> dict[str, str]:
-    """What this process has read for the run, as fingerprints: ranks on other machines may see other files."""
-    checkpoint, job = session.adapter.checkpoint, session.job
+def inputs_of_run(adapter: ModelSlimPipelineInterfaceV1, recipe_text: str, data: str) -> dict[str, str]:
+    """What this process has read for the run, as fingerprints: ranks on other machines may see other files.
+
+    Args:
+        recipe_text: what was asked for, in whatever form.
+        data: fingerprint of the calibration data; empty where none is needed.
+    """
+    checkpoint = adapter.checkpoint
     headers = sorted((t.name, str(t.dtype), t.shape) for t in checkpoint.tensors.values())
     return {
         "config.json of the model": _fingerprint((checkpoint.path / "config.json").read_bytes()),
         "the list of its tensors": _fingerprint(repr(headers).encode()),
-        "the recipe": _fingerprint(job.recipe_text.encode()),
-        "the calibration data": str(session.facts.data.get("fingerprint", ""))[:_SHOWN_DIGITS],
+        "the recipe": _fingerprint(recipe_text.encode()),
+        "the calibration data": data[:_SHOWN_DIGITS],
         "msmodelslim": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -456,7 +446,7 @@ def _timed(session: Session, phase: str) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(threads: int | None) -> Iterator[None]:
+def own_threads(threads: int | None) -> Iterator[None]:
     """This process's thread count for the run, where one is asked for; put back afterwards."""
     before = torch.get_num_threads()
     if threads is not None:

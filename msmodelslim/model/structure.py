@@ -3,6 +3,7 @@
 All names are relative to the layer ("self_attn.q_proj"), so one description holds for every layer of its kind.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -35,3 +36,12 @@ class LayerStructure:
     kv_heads: int = 0
     head_width: int = 0
     value_rows: tuple[tuple[int, int], ...] = ()
+
+    def input_groups(self, layer_name: str, names: Sequence[str]) -> list[list[str]]:
+        """Full names of linears of the layer, those together that read one tensor; each is in exactly one group."""
+        groups = []
+        for _, linears in self.norm_linears:
+            full = [f"{layer_name}.{linear}" for linear in linears]
+            groups.append([name for name in full if name in names])
+        grouped = {name for group in groups for name in group}
+        return [group for group in groups if group] + [[name] for name in names if name not in grouped]

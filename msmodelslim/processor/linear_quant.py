@@ -302,7 +302,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
             device = self.context.device
             ids, count = request.sample_ids, request.sample_count
             self._grams = GramObserver(ids, count, lambda: request.sample_id, device)
-            for group in self._same_input(request):
+            structure = self.context.adapter.structure(request.module)
+            for group in structure.input_groups(request.name, list(self._linears)):
                 self._grams.watch(group, self._linears[group[0]], self._method.diagonal_suffices)
         if dist.is_initialized():
             # Asked now: another step of the same forward may replace its linears before this one finishes.
@@ -340,15 +341,6 @@ class LinearQuantProcessor(BaseSessionProcessor):
 
     def _is_shared(self, name: str) -> bool:
         return self._shared is None or name in self._shared
-
-    def _same_input(self, request: BatchProcessRequest) -> list[list[str]]:
-        """The selected linears, those that read one tensor together."""
-        groups = []
-        for _, linears in self.context.adapter.structure(request.module).norm_linears:
-            full = [f"{request.name}.{linear}" for linear in linears]
-            groups.append([name for name in full if name in self._linears])
-        grouped = {name for group in groups for name in group}
-        return [group for group in groups if group] + [[name] for name in self._linears if name not in grouped]
 
     def _deploy(
         self, name: str, linear: nn.Linear, codes: WeightCodes, record: dict[str, Any], seen: AgreedRange | None

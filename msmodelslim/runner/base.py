@@ -47,6 +47,7 @@ class BaseRunner(ABC):
         shown: False on ranks that do not speak for the job.
         rounds: most samples that any rank has; as many as `samples` when left out.
         spare: global sample 0 where some rank has no sample, for steps with `syncs_in_forward`.
+        title: what the progress says is being done.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class BaseRunner(ABC):
         shown: bool = True,
         rounds: int | None = None,
         spare: dict[str, Any] | None = None,
+        title: str = "quantize",
     ) -> None:
         self._context = context
         self._processors = list(processors)
@@ -66,6 +68,7 @@ class BaseRunner(ABC):
         self._sample_ids = list(sample_ids)
         self._sample_count = len(self._samples) if sample_count is None else sample_count
         self._shown = shown
+        self._title = title
         self._entry: dict[str, Any] = {}
         self._rounds = len(self._samples) if rounds is None else rounds
         self._spare: SpareFlow | None = None
@@ -116,7 +119,7 @@ class BaseRunner(ABC):
         outputs: list[Any] | None = None
         visit = adapter.generate_model_visit(model, device)
         try:
-            with LayerProgress("quantize", len(adapter.layer_names), self._shown) as progress:
+            with LayerProgress(self._title, len(adapter.layer_names), self._shown) as progress:
                 for name in adapter.layer_names:
                     self._entry = {"name": name, "seconds": {}, "memory_mib": {}, "forwards": 0}
                     before = watchdog.traffic()
