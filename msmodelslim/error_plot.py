@@ -102,12 +102,12 @@ def _draw_panel(axes: Any, panel: Panel, layers: int) -> None:
         ((_, points),) = panel.series.items()
         axes.bar(*_columns(points), color=_COLORS[0], width=0.75)
     else:
-        for index, (kind, points) in enumerate(panel.series.items()):
+        for index, (kind, points) in enumerate(_together(panel.series)):
             color, marker = _COLORS[index % len(_COLORS)], _MARKERS[index % len(_MARKERS)]
             once = len({layer for layer, _ in points}) == len(points)
             line = {"linestyle": "-", "linewidth": 0.7} if once else {"linestyle": "none"}
             axes.plot(*_columns(points), color=color, marker=marker, markersize=4.5, alpha=0.85, label=kind, **line)
-        columns = 1 + (len(panel.series) - 1) // 12
+        columns = 1 + (len(axes.get_lines()) - 1) // 12
         axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1.0), frameon=False, fontsize=9, ncols=columns)
     if panel.is_share:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g}%"))
@@ -116,6 +116,14 @@ def _draw_panel(axes: Any, panel: Panel, layers: int) -> None:
     axes.set_title(panel.title, loc="left", fontsize=10, y=1.0)
     axes.set_xlabel("decoder layer")
     axes.set_ylabel(panel.y_label)
+
+
+def _together(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[tuple[str, Sequence[tuple[int, float]]]]:
+    """Kinds with the same points throughout (linears that read one tensor) as one: else one hides the others."""
+    kinds: dict[tuple[tuple[int, float], ...], list[str]] = {}
+    for kind, points in series.items():
+        kinds.setdefault(tuple(points), []).append(kind)
+    return [(", ".join(names), points) for points, names in kinds.items()]
 
 
 def _set_scale(axes: Any, values: Sequence[float]) -> None:

@@ -85,6 +85,12 @@ def test_axes_say_what_they_show_and_the_legend_names_each_kind_in_the_order_of_
     assert bars.get_legend() is None
 
 
+def test_kinds_with_the_same_points_share_one_line_and_its_name() -> None:
+    series = {"q": [(0, 1.0)], "k": [(0, 1.0)], "o": [(0, 2.0)], "v": [(0, 1.0)]}
+    (axes,) = make_figure("", [Panel("", "", series)], 1).axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["q, k, v", "o"]
+
+
 @pytest.mark.parametrize(
     ("values", "scale"),
     [
