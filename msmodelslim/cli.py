@@ -6,25 +6,33 @@ so that `--help` and a usage error answer at once.
 """
 
 import argparse
-import difflib
 import logging
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from msmodelslim import __version__
-from msmodelslim.errors import EnvError, ModelslimError, SchemaValidateError
+from msmodelslim import __version__, cli_analyze
+from msmodelslim.cli_options import (
+    add_device,
+    add_plugin,
+    add_recipe_choice,
+    add_trust,
+    all_of,
+    nearest,
+    outer_rank,
+    positive,
+)
+from msmodelslim.errors import EnvError, ModelslimError
 
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LOG_VARIABLE = "MSMODELSLIM_LOG_LEVEL"
-_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SIGNAL_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 _CODES: dict[Any, signal.Signals] = {128 + signum: signum for signum in _SIGNAL_WORDS}
 log = logging.getLogger("msmodelslim")
@@ -53,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _TerminatedError:
         return _ended_by(signal.SIGTERM)
     except SystemExit as stop:  # a run on several devices, after its ranks are gone
-        if _outer_rank() is None and stop.code in _CODES:
+        if outer_rank() is None and stop.code in _CODES:
             return _ended_by(_CODES[stop.code])
         raise
     except BrokenPipeError:  # the reader of our output left, as `head` does
@@ -68,7 +76,7 @@ def _ended_by(signum: signal.Signals) -> int:
 
 def quant(args: argparse.Namespace) -> None:
     """Quantize a checkpoint, or with --dry_run say what would happen."""
-    if _outer_rank() is None:
+    if outer_rank() is None:
         _quant(args)
         return
     from msmodelslim.distributed.outer_launcher import as_one_job
@@ -86,14 +94,14 @@ def _quant(args: argparse.Namespace) -> None:
     from msmodelslim.quant_service import QuantJob, quantize, rehearse
 
     plugins.load_plugins(args.plugin)
-    (kind, indices), own, adapter = _all_of(
+    (kind, indices), own, adapter = all_of(
         lambda: device.parse_present(args.device, args.device_id),
         lambda: practice.from_file(args.config_path) if args.config_path else None,
         lambda: open_model(args.model_path, args.model_type, args.trust_remote_code),
     )
     names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
     choice = own or practice.choose(adapter.pedigree, names, args.quant_type, args.tag, args.yes)
-    if not _outer_rank():  # the first of the ranks that torchrun started says it for all
+    if not outer_rank():  # the first of the ranks that torchrun started says it for all
         print(f"model:  {adapter.model_type} (family {adapter.registered_name})")
         print(f"recipe: {choice.recipe.config_id} ({choice.recipe.source})")
         print(f"why:    {choice.why}")
@@ -117,6 +125,17 @@ def _quant(args: argparse.Namespace) -> None:
         plugins=plugins.absolute(args.plugin),
     )
     (rehearse if args.dry_run else quantize)(job)
+
+
+def analyze(args: argparse.Namespace) -> None:
+    """Rank linears or blocks by how much they suffer from quantization."""
+    if outer_rank() is None:
+        cli_analyze.run(args)
+        return
+    from msmodelslim.distributed.outer_launcher import as_one_job
+
+    with as_one_job():
+        cli_analyze.run(args)
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -191,6 +210,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     made: dict[str, argparse.ArgumentParser] = {}
     for name, needed, run, add in (
         ("quant", "--model_path DIR --save_path DIR", quant, _add_quant),
+        ("analyze", "[linear|layer] --model_path DIR", analyze, cli_analyze.add_arguments),
         ("verify", "DIR", verify, _add_verify),
         ("inspect", "DIR", inspect, _add_directory),
         ("eval", "DIR", evaluate, _add_eval),
@@ -228,56 +248,18 @@ def _add_quant(parser: argparse.ArgumentParser) -> None:
     add("--model_path", type=Path, required=True, metavar="DIR", help="the checkpoint to quantize")
     add("--save_path", type=Path, required=True, metavar="DIR", help="where the result goes")
     add("--model_type", metavar="NAME", help="model or family, such as Qwen3-32B or default; found in config.json")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--quant_type", type=_quant_type, metavar="TYPE", help="w8a8 (default), w8a16, w4a8, w4a16, w4a4 ..."
-    )
-    which.add_argument(
-        "--config_path", "--config", type=Path, metavar="FILE", help="your own recipe, or a practice's name"
-    )
-    add("--tag", "--tags", nargs="*", action="extend", default=[], metavar="TAG", help="engine or hardware to serve on")
-    add("--yes", "-y", action="store_true", help="accept a practice that does not fit exactly")
-    _add_device(parser)
-    _add_trust(parser)
+    add_recipe_choice(parser, "w8a8 (default), w8a16, w4a8, w4a16, w4a4 ...")
+    add_device(parser)
+    add_trust(parser)
     add("--dataset", metavar="FILE", help="calibration data, instead of the recipe's")
     add("--dry_run", action="store_true", help="check everything that needs no weights, write nothing")
     add("--overwrite", action="store_true", help="replace an earlier result at --save_path")
-    _add_plugin(parser)
-
-
-def _add_plugin(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        *("--plugin", "--plugins"),
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="MODULE|FILE.py",
-        help="import it first, for processors, models and formats that are not part of msmodelslim",
-    )
-
-
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--device", default="auto", metavar="TYPE", help="auto (default), cpu, cuda, npu; also npu:0,1")
-    add("--device_id", type=_natural, nargs="+", metavar="N", help="which devices of that type")
-    add("--threads", type=_positive, metavar="N", help="CPU threads")
-
-
-def _add_trust(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trust_remote_code",
-        nargs="?",
-        const=True,
-        default=False,
-        type=_boolean,
-        metavar="True|False",
-        help="let Python files of the checkpoint run",
-    )
+    add_plugin(parser)
 
 
 def _add_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="a checkpoint")
-    _add_plugin(parser)
+    add_plugin(parser)
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -289,27 +271,27 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     _add_directory(parser)
     add = parser.add_argument
     add("--text", type=Path, metavar="FILE", help="plain text, instead of the built-in one")
-    add("--windows", type=_positive, default=32, metavar="N", help="windows of text (default 32)")
-    add("--window_length", type=_positive, default=512, metavar="TOKENS", help="tokens a window (default 512)")
-    _add_device(parser)
-    _add_trust(parser)
+    add("--windows", type=positive, default=32, metavar="N", help="windows of text (default 32)")
+    add("--window_length", type=positive, default=512, metavar="TOKENS", help="tokens a window (default 512)")
+    add_device(parser)
+    add_trust(parser)
 
 
 def _add_check_dp(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("recipe", type=Path, metavar="RECIPE", help="a recipe, a YAML file")
     add("--model_path", type=Path, metavar="DIR", help="a checkpoint, instead of a tiny random model")
-    add("--ranks", type=_positive, nargs="+", default=[1, 2, 3], metavar="N", help="numbers of ranks (default 1 2 3)")
+    add("--ranks", type=positive, nargs="+", default=[1, 2, 3], metavar="N", help="numbers of ranks (default 1 2 3)")
     add(
         *("--samples",),
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[7, 1],
         metavar="N",
         help="numbers of calibration samples, each run on every number of ranks (default 7 1)",
     )
-    add("--timeout", type=_positive, default=300, metavar="S", help="seconds without progress that end a run")
-    _add_plugin(parser)
+    add("--timeout", type=positive, default=300, metavar="S", help="seconds without progress that end a run")
+    add_plugin(parser)
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
@@ -323,39 +305,24 @@ def _parse(words: list[str]) -> argparse.Namespace:
         parser.parse_args(words)
         parser.error(f"name a command first: {', '.join(commands)}")
     if words[0] not in commands:
-        parser.error(f"{words[0]!r} is no command; {_nearest(words[0], list(commands))}")
+        parser.error(f"{words[0]!r} is no command; {nearest(words[0], list(commands))}")
+    fail = commands[words[0]].error
+    if words[0] == "analyze":
+        words = ["analyze", *cli_analyze.with_scope(words[1:], fail)]
     _refuse_unknown(commands[words[0]], words[1:])
-    return parser.parse_args(words)
-
-
-def _all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """What each check returns; where several fail, one error that tells what all of them found."""
-    found: list[Any] = []
-    errors: list[ModelslimError] = []
-    for check in checks:
-        try:
-            found.append(check())
-        except ModelslimError as error:
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ModelslimError("\n  ".join(["several things are wrong:", *map(str, errors)])) from errors[0]
-    return found
+    args = parser.parse_args(words)
+    if words[0] == "analyze":
+        cli_analyze.refuse_mismatch(args, fail)
+    return args
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, words: list[str]) -> None:
     """A usage error for options that do not exist, before argparse complains of what is missing in their place."""
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    wrong = [f"{option} is no option; {_nearest(option, known)}" for option in options if option not in known]
+    wrong = [f"{option} is no option; {nearest(option, known)}" for option in options if option not in known]
     if wrong:
         parser.error("\n  ".join(wrong))
-
-
-def _nearest(word: str, choices: list[str]) -> str:
-    close = difflib.get_close_matches(word, choices, n=1)
-    return f"write {close[0]}" if close else f"there are {', '.join(choices)}"
 
 
 def _underscored(word: str) -> str:
@@ -364,33 +331,6 @@ def _underscored(word: str) -> str:
         return word
     name, equals, value = word[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"
-
-
-def _boolean(word: str) -> bool:
-    if word.lower() not in _BOOLEANS:
-        raise argparse.ArgumentTypeError(f"{word!r} is neither True nor False")
-    return _BOOLEANS[word.lower()]
-
-
-def _quant_type(word: str) -> str:
-    from msmodelslim.practice import quant_type_word
-
-    try:
-        return quant_type_word(word)
-    except SchemaValidateError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _natural(word: str) -> int:
-    if not word.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 0 on")
-    return int(word)
-
-
-def _positive(word: str) -> int:
-    if not word.isdecimal() or int(word) == 0:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 on")
-    return int(word)
 
 
 def _log_level(args: argparse.Namespace) -> int:
@@ -419,7 +359,7 @@ def _logging(args: argparse.Namespace) -> Iterator[None]:
         handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format="[%X]")
     else:
         handler = logging.StreamHandler(sys.stderr)
-        rank = _outer_rank()
+        rank = outer_rank()
         mark = "" if rank is None else f" rank {rank}:"
         handler.setFormatter(logging.Formatter(f"%(levelname)s{mark} %(message)s"))
     before = log.level
@@ -430,11 +370,6 @@ def _logging(args: argparse.Namespace) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.setLevel(before)
-
-
-def _outer_rank() -> int | None:
-    """This process's rank where torchrun, or a launcher of its kind, has started it as one of several."""
-    return int(os.environ["RANK"]) if {"RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys() else None
 
 
 class _TerminatedError(BaseException):

@@ -151,6 +151,14 @@ def peak_memory_mib(kind: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / _MIB
 
 
+def free_memory_bytes() -> int | None:
+    """Host memory that new data can take without pushing other data out; None where the system does not tell."""
+    if sys.platform != "linux":
+        return None
+    lines = Path("/proc/meminfo").read_text(encoding="ascii")
+    return int(lines.partition("MemAvailable:")[2].split()[0]) << 10  # KiB
+
+
 def _best() -> str:
     return next(iter(present()))
 

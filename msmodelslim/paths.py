@@ -41,6 +41,28 @@ def refuse_unsafe_paths(model_path: Path, save_path: Path, overwrite: bool) -> N
     _probe(save_path, target)
 
 
+def refuse_unsafe_file(model_path: Path, file: Path) -> None:
+    """Check the place of a single file before anything is done. Creates nothing.
+
+    Args:
+        model_path: the source checkpoint.
+        file: what shall be written; its directory may be missing.
+
+    Raises:
+        SecurityError: it lies inside the source (links resolved).
+        EnvError: it is a directory, or its file system takes no new files.
+    """
+    source, target = model_path.resolve(), file.resolve()
+    if _relation(source, target) == "lies inside":
+        raise SecurityError(
+            f"--save_path {file} lies inside --model_path {model_path}",
+            "choose a place outside, so that the source stays as it is",
+        )
+    if target.is_dir():
+        raise EnvError(f"--save_path {file} is a directory", "choose another name")
+    _probe(file, target)
+
+
 def _relation(source: Path, target: Path) -> str:
     """How the target endangers the source, in words; empty when it does not. Sees through links and bind mounts."""
     if source == target or _same(source, target):

@@ -82,12 +82,22 @@ def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], [], ["quant", "--help"], ["--version"], ["quant", "-V"], ["quant", "--nope"]]
+    "words",
+    [
+        ["--help"],
+        [],
+        ["quant", "--help"],
+        ["--version"],
+        ["quant", "-V"],
+        ["quant", "--nope"],
+        ["analyze", "-h"],
+        ["analyze", "attn"],
+    ],
 )
 def test_help_version_and_usage_import_nothing_slow(words: list[str]) -> None:
     script = (
         "import sys; from msmodelslim.cli import main; main(sys.argv[1:])\n"
-        "print(sorted({'torch', 'transformers', 'pydantic', 'yaml', 'rich', 'numpy'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'pydantic', 'yaml', 'rich', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
@@ -96,7 +106,7 @@ def test_help_version_and_usage_import_nothing_slow(words: list[str]) -> None:
 def test_help_lists_the_commands_and_ends_well() -> None:
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for command in ("quant", "verify", "inspect", "eval"):
+    for command in ("quant", "analyze", "verify", "inspect", "eval"):
         assert f"    {command} " in done.stdout
     assert run().stdout == done.stdout
 

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from msmodelslim.errors import EnvError, InvalidModelError, ModelslimError, SecurityError
-from msmodelslim.paths import refuse_unsafe_paths
+from msmodelslim.paths import refuse_unsafe_file, refuse_unsafe_paths
 
 
 @pytest.fixture
@@ -164,3 +165,31 @@ def test_a_read_only_parent_is_told_to_who_may_not_write(model: Path, tmp_path: 
         [sys.executable, "-c", script, str(model), str(parent / below)], capture_output=True, text=True, check=True
     ).stdout
     assert f"{parent} takes no files (Permission denied); choose a writable place" in said
+
+
+@pytest.mark.parametrize(
+    "spell", [lambda model, tmp: model / "a.yaml", lambda model, tmp: link(tmp, model) / "b" / "a.yaml"]
+)
+def test_a_file_inside_the_model_is_refused(model: Path, tmp_path: Path, spell: Callable[[Path, Path], Path]) -> None:
+    with pytest.raises(
+        SecurityError, match=r"--save_path .*a\.yaml lies inside --model_path .*; choose a place outside"
+    ):
+        refuse_unsafe_file(model, spell(model, tmp_path))
+
+
+def test_a_file_in_the_place_of_a_directory_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").mkdir()
+    with pytest.raises(EnvError, match=r"--save_path .*a\.yaml is a directory; choose another name"):
+        refuse_unsafe_file(model, tmp_path / "a.yaml")
+
+
+def test_a_file_where_none_can_be_made_is_refused(model: Path) -> None:
+    with pytest.raises(EnvError, match="cannot be made: /proc takes no files"):
+        refuse_unsafe_file(model, Path("/proc/new/a.yaml"))
+
+
+def test_checking_a_file_makes_nothing(model: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    refuse_unsafe_file(model, tmp_path / "new" / "a.yaml")
+    refuse_unsafe_file(model, model.parent / "a.yaml")
+    assert sorted(tmp_path.rglob("*")) == before
