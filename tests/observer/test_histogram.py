@@ -16,10 +16,8 @@ from msmodelslim.observer.histogram import (
     SMALLEST_EXPONENT,
     DyadicHistogram,
     HistogramObserver,
-    kl_range,
-    mse_range,
-    percentile_range,
 )
+from msmodelslim.observer.histogram_range import kl_range, mse_range, percentile_range
 
 SYM8, ASYM8 = (QScheme(QDType.INT8, QScope.PER_TENSOR, symmetric) for symmetric in (True, False))
 SYM4 = QScheme(QDType.INT4, QScope.PER_TENSOR)
