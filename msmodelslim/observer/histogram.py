@@ -40,6 +40,14 @@ class DyadicHistogram:
         #: exact zeros, int64 scalar
         self.zeros = torch.tensor(0, dtype=torch.int64, device=device)
 
+    @classmethod
+    def of(cls, counts_B: Tensor, exponent: int) -> "DyadicHistogram":
+        """The histogram of these counts, in bins of width 2^exponent."""
+        histogram = cls(counts_B.device)
+        histogram.counts_B += counts_B
+        histogram.exponent.fill_(exponent)
+        return histogram
+
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
         """Count every element of x; infinities and NaNs are left out."""

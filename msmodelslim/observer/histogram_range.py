@@ -1,13 +1,14 @@
 """The ranges that are read off a histogram, once, when all samples have been counted.
 
-Letters: B bins, H bins of one sign, C candidates for an end of the range, K codes.
+Letters: B bins, H bins of one sign, C candidates for an end of the range, K codes, T thresholds, L levels.
 """
 
 import torch
 from torch import Tensor
 
+from msmodelslim.ir.mx import E4M3_MAX
 from msmodelslim.ir.qparam import INT_RANGE
-from msmodelslim.ir.scheme import QScheme
+from msmodelslim.ir.scheme import QDType, QScheme
 from msmodelslim.observer.histogram import BINS, DyadicHistogram
 
 _HALF = BINS // 2
@@ -56,7 +57,7 @@ def mse_range(histogram: DyadicHistogram, minimum: Tensor, maximum: Tensor, sche
 
     Args:
         histogram, minimum, maximum: as in `percentile_range`.
-        scheme: int8 or int4; says how many codes there are and whether the range is symmetric.
+        scheme: int8, int4 or fp8_e4m3; says which codes there are and whether the range is symmetric.
 
     Returns:
         Two float32 scalars on the CPU; symmetric: the negative of the other.
@@ -68,11 +69,11 @@ def mse_range(histogram: DyadicHistogram, minimum: Tensor, maximum: Tensor, sche
     sums = _Moments(counts_B, width)
     low, high = minimum.cpu().double().clamp(max=0), maximum.cpu().double().clamp(min=0)
     edges = torch.arange(1, _HALF + 1, dtype=torch.float64) * width
-    qmin, qmax = INT_RANGE[scheme.dtype]
+    code_K = _codes(scheme.dtype)
     if scheme.symmetric:
         absmax = torch.maximum(-low, high)
         ends_C = torch.cat((absmax.reshape(1), edges[edges < absmax]))
-        best = ends_C[sums.errors(ends_C / qmax, torch.zeros_like(ends_C), qmin, qmax).argmin()].float()
+        best = ends_C[sums.errors(ends_C / code_K[-1], torch.zeros_like(ends_C), code_K).argmin()].float()
         return -best, best
     highs_C = torch.cat((high.reshape(1), edges[edges < high]))
     lows_C = torch.cat((low.reshape(1), -edges[-edges > low]))
@@ -85,9 +86,9 @@ def mse_range(histogram: DyadicHistogram, minimum: Tensor, maximum: Tensor, sche
         for is_low in (False, True):
             ends_C = lows_C if is_low else highs_C
             low_C, high_C = (ends_C, high.expand_as(ends_C)) if is_low else (low.expand_as(ends_C), ends_C)
-            scale_C = ((high_C - low_C) / (qmax - qmin)).clamp_(min=torch.finfo(torch.float32).tiny)
-            offset_C = (-low_C / scale_C).round_() + qmin
-            best = ends_C[sums.errors(scale_C, offset_C, qmin, qmax).argmin()]
+            scale_C = ((high_C - low_C) / (code_K[-1] - code_K[0])).clamp_(min=torch.finfo(torch.float32).tiny)
+            offset_C = (-low_C / scale_C).round_() + code_K[0]
+            best = ends_C[sums.errors(scale_C, offset_C, code_K).argmin()]
             low, high = (best, high) if is_low else (low, best)
         if before == (float(low), float(high)):
             break
@@ -115,12 +116,11 @@ def kl_range(histogram: DyadicHistogram, minimum: Tensor, maximum: Tensor, schem
     size_H = counts_B[_HALF:] + counts_B[:_HALF].flip(0)
     levels = INT_RANGE[scheme.dtype][1] + 1
     filled = int(size_H.nonzero().max()) + 1 if size_H.any() else 0
-    absmax = torch.maximum(-minimum, maximum).cpu().double()
-    best, best_loss = absmax, torch.inf
-    for bins in range(levels, filled + 1):
-        loss = _divergence(size_H, bins, levels)
-        if loss < best_loss:
-            best, best_loss = torch.minimum(absmax, torch.tensor(bins * width)), loss
+    best = torch.maximum(-minimum, maximum).cpu().double()
+    if filled >= levels:
+        bins_T = torch.arange(levels, filled + 1)
+        end = bins_T[_divergences(size_H, bins_T, levels).argmin()] * width
+        best = torch.minimum(best, end.double())
     if scheme.symmetric:
         return -best.float(), best.float()
     return torch.maximum(-best, minimum.cpu().double()).float(), torch.minimum(best, maximum.cpu().double()).float()
@@ -135,9 +135,9 @@ class _Moments:
         self._width = width
         self._through = [torch.cat((start, (counts_B * middle_B**power).cumsum(0))) for power in range(3)]
 
-    def errors(self, scale_C: Tensor, offset_C: Tensor, qmin: int, qmax: int) -> Tensor:
+    def errors(self, scale_C: Tensor, offset_C: Tensor, code_K: Tensor) -> Tensor:
         """Square error of each candidate, float64 [C]."""
-        value_CK = (torch.arange(qmin, qmax + 1) - offset_C.unsqueeze(1)) * scale_C.unsqueeze(1)
+        value_CK = (code_K - offset_C.unsqueeze(1)) * scale_C.unsqueeze(1)
         between_CK = (value_CK[:, 1:] + value_CK[:, :-1]) / 2
         # The first bin whose middle is at or above the boundary of two codes.
         bin_CK = (between_CK / self._width - 0.5).ceil_().add_(_HALF).clamp_(0, BINS).to(torch.int64)
@@ -145,6 +145,15 @@ class _Moments:
         bin_CK = torch.cat((whole, bin_CK, whole + BINS), dim=1)
         count_CK, sum_CK, square_CK = (through[bin_CK].diff(dim=1) for through in self._through)
         return (square_CK - 2 * value_CK * sum_CK + value_CK.square() * count_CK).sum(1)
+
+
+def _codes(dtype: QDType) -> Tensor:
+    """What the codes of a type stand for at scale 1, in rising order, float64 [K]."""
+    if dtype is QDType.FP8_E4M3:
+        every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        return every[every.abs() <= E4M3_MAX].unique()
+    low, high = INT_RANGE[dtype]
+    return torch.arange(low, high + 1, dtype=torch.float64)
 
 
 def _parts(histogram: DyadicHistogram) -> tuple[Tensor, float, Tensor]:
@@ -155,18 +164,20 @@ def _parts(histogram: DyadicHistogram) -> tuple[Tensor, float, Tensor]:
     return counts_B, 2.0 ** int(histogram.exponent), zeros
 
 
-def _divergence(size_H: Tensor, bins: int, levels: int) -> float:
-    """Σ P·log(P/Q) when |x| is clipped after `bins` bins."""
-    inside = size_H[:bins]
-    clipped = inside.clone()
-    clipped[-1] += size_H[bins:].sum()
-    level = torch.arange(bins) * levels // bins
-    filled = inside > 0
-    mass = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, inside)
-    share = torch.zeros(levels, dtype=torch.float64).index_add_(0, level, filled.double())
-    spread_out = torch.where(filled, (mass / share.clamp(min=1))[level], 0)
-    seen = clipped > 0
-    if (spread_out[seen] == 0).any() or not seen.any():
-        return torch.inf
-    p, q = clipped[seen] / clipped.sum(), spread_out[seen] / spread_out.sum()
-    return float((p * (p / q).log()).sum())
+def _divergences(size_H: Tensor, bins_T: Tensor, levels: int) -> Tensor:
+    """Σ P·log(P/Q) when |x| is clipped after each of `bins_T` bins, float64 [T]; infinite where Q lacks what P has."""
+    zero = torch.zeros(1, dtype=torch.float64)
+    through, through_filled, through_entropy = (
+        torch.cat((zero, part.cumsum(0))) for part in (size_H, (size_H > 0).double(), torch.xlogy(size_H, size_H))
+    )
+    total, inside_T, last_T = through[-1], through[bins_T], size_H[bins_T - 1]
+    # Bin h of t is in level floor(h·levels/t), so level l begins at ceil(l·t/levels).
+    start_TL = -(-torch.arange(levels + 1) * bins_T.unsqueeze(1) // levels)
+    mass_TL, filled_TL = (through_of[start_TL].diff(dim=1) for through_of in (through, through_filled))
+    spread_TL = mass_TL / filled_TL.clamp(min=1)
+    tail_T = total - inside_T
+    with_tail_T = last_T + tail_T
+    own_T = through_entropy[bins_T - 1] + torch.xlogy(with_tail_T, with_tail_T)
+    cross_T = torch.xlogy(mass_TL, spread_TL).sum(1) + torch.xlogy(tail_T, spread_TL[:, -1])
+    loss_T = (own_T - cross_T) / total + (inside_T / total).log()
+    return loss_T.masked_fill_((last_T == 0) & (tail_T > 0), torch.inf)

@@ -20,6 +20,7 @@ from msmodelslim.observer.histogram import (
 from msmodelslim.observer.histogram_range import kl_range, mse_range, percentile_range
 
 SYM8, ASYM8 = (QScheme(QDType.INT8, QScope.PER_TENSOR, symmetric) for symmetric in (True, False))
+FP8 = QScheme(QDType.FP8_E4M3, QScope.PER_TENSOR)
 SYM4 = QScheme(QDType.INT4, QScope.PER_TENSOR)
 
 
@@ -168,6 +169,18 @@ def test_the_symmetric_range_is_as_good_as_brute_force_over_the_values(scheme: Q
     assert clipped_error(values, float(low), float(high), scheme) <= best * 1.02  # a code spans five bins here
 
 
+def test_the_fp8_range_is_as_good_as_brute_force_over_the_values() -> None:
+    values = torch.cat((heavy_tailed(), torch.tensor([3000.0])))
+
+    def error(end: float) -> float:
+        codes = (values.double() * (448 / end)).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return float((codes.double() * (end / 448) - values.double()).square().mean())
+
+    low, high = mse_range(of(values), *ends(values), FP8)
+    assert low == -high
+    assert error(float(high)) <= min(map(error, np.linspace(0.02, 1, 1500) * 3000)) * 1.02
+
+
 def test_the_asymmetric_range_is_better_than_min_max_and_as_good_as_a_grid() -> None:
     values = heavy_tailed().abs() - 0.3
     low, high = mse_range(of(values), *ends(values), ASYM8)
@@ -235,6 +248,18 @@ def test_the_kl_range_is_that_of_a_plain_restatement() -> None:
     assert low == -high
     assert math.isclose(float(high), entropy_reference(values, 8, 2.0 ** int(histogram.exponent)), rel_tol=1e-6)
     assert float(high) < float(values.abs().amax())
+
+
+@pytest.mark.parametrize(("first", "second", "expected"), [(8, 1, 8.0), (4, 4, 9.5)])
+def test_the_kl_range_of_ten_bins_is_that_worked_by_hand(first: int, second: int, expected: float) -> None:
+    # Width 1, eight levels. A bound at 8 puts the outlier of bin 9 on bin 7: with 34 values in all
+    # 29/34 ln(33/34) + 5/34 ln(165/136) = 0.0030. A bound at 9 has no value in its last bin: infinite. A bound at 10
+    # mixes bins 0 and 1: counts of 8 and 1 become 4.5 each, 8/34 ln(8/4.5) + 1/34 ln(1/4.5) = 0.0911; counts of 4 and 4
+    # stay, 0.
+    counts_B = torch.zeros(BINS, dtype=torch.int64)
+    counts_B[BINS // 2 : BINS // 2 + 10] = torch.tensor([first, second, 4, 4, 4, 4, 4, 4, 0, 1])
+    low, high = kl_range(DyadicHistogram.of(counts_B, 0), torch.tensor(0.0), torch.tensor(9.5), SYM4)
+    assert (float(low), float(high)) == (-expected, expected)
 
 
 def test_the_asymmetric_kl_range_stays_within_the_extrema() -> None:
