@@ -78,7 +78,26 @@ class AgreedRange:
     mean: Tensor | None
 
 
-def _agreed(found: Mapping[str, Stat], name: str) -> AgreedRange:
+def add_range(store: StatStore, name: str, seen: InputRange, sample_id: int | None) -> None:
+    """Put the range of one linear's input into a store, to be read by `agreed_range` after agreement.
+
+    Args:
+        store: of the layer; announces the streams in any case.
+        name: full name of the linear.
+        seen: what this rank saw.
+        sample_id: the last sample of this rank; None when it has none.
+    """
+    for part, kind in _PARTS.items():
+        store.declare(f"{name}:{part}", kind)
+    if sample_id is None:
+        return
+    store.add_min(f"{name}:low", sample_id, seen.minimum)
+    store.add_max(f"{name}:high", sample_id, seen.maximum)
+    store.add_min(f"{name}:bad", sample_id, seen.first_bad)
+
+
+def agreed_range(found: Mapping[str, Stat], name: str) -> AgreedRange:
+    """The range of one linear's input over all ranks, from what the store agreed on."""
     low, high, bad = (found[f"{name}:{part}"].value for part in ("low", "high", "bad"))
     if low is None or high is None or bad is None:  # no rank has a sample
         return AgreedRange(torch.tensor(torch.inf), torch.tensor(-torch.inf), None, None)
@@ -132,20 +151,13 @@ class MinMaxObserver:
         """
         store = StatStore(sample_ids, sample_count)
         for name, seen in self.ranges.items():
-            for part, kind in _PARTS.items():
-                store.declare(f"{name}:{part}", kind)
-            if not sample_ids:
-                continue
-            last = sample_ids[-1]
-            store.add_min(f"{name}:low", last, seen.minimum)
-            store.add_max(f"{name}:high", last, seen.maximum)
-            store.add_min(f"{name}:bad", last, seen.first_bad)
+            add_range(store, name, seen, sample_ids[-1] if sample_ids else None)
             for sample_id in sorted(seen.per_sample):
                 low, high = seen.per_sample[sample_id].tolist()
                 store.add_scalar(f"{name}:lows", sample_id, low)
                 store.add_scalar(f"{name}:highs", sample_id, high)
         found = store.agree(is_shared)
-        return {name: _agreed(found, name) for name in self.ranges}
+        return {name: agreed_range(found, name) for name in self.ranges}
 
     def _extrema(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self._last is None or self._last[0] is not x or self._last[1] != x._version:

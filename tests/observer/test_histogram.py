@@ -18,6 +18,7 @@ from msmodelslim.observer.histogram import (
     HistogramObserver,
 )
 from msmodelslim.observer.histogram_range import kl_range, mse_range, percentile_range
+from tests.run_ranks import RankRunner
 
 SYM8, ASYM8 = (QScheme(QDType.INT8, QScope.PER_TENSOR, symmetric) for symmetric in (True, False))
 FP8 = QScheme(QDType.FP8_E4M3, QScope.PER_TENSOR)
@@ -306,6 +307,53 @@ def test_the_observer_counts_the_inputs_of_each_linear() -> None:
     for name, expected in (("0", batches), ("1", inner)):
         assert same(observer.histograms[name], of(*expected))
         assert observer.ranges[name].minimum == torch.cat(expected).amin()
+
+
+def test_linears_that_are_handed_one_tensor_count_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    block, calls = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]), []
+    observer = HistogramObserver(lambda: 0)
+    for name, linear in block.named_children():
+        observer.watch(name, linear, torch.device("cpu"))
+    add = DyadicHistogram.add
+    monkeypatch.setattr(DyadicHistogram, "add", lambda self, x: (calls.append(x), add(self, x))[1])
+    x = torch.randn(1, 5, 8, generator=generator(0))
+    for linear in block:
+        linear(x)
+    assert len(calls) == 1
+    assert all(same(observer.histograms[name], of(x)) for name, _ in block.named_children())
+    x += 1
+    block[1](x)
+    assert same(observer.histograms["1"], of(x - 1, x))
+
+
+def observed_share(rank: int, ranks: int, samples: list[Tensor]) -> tuple[list[int], int, int, list[float], int]:
+    """What this rank holds after agreement: counts, exponent, zeros, extrema, first bad sample."""
+    ids = list(range(rank, len(samples), ranks))
+    current = [0]
+    observer = HistogramObserver(lambda: current[0])
+    linear = nn.Linear(8, 8)
+    observer.watch("a", linear, torch.device("cpu"))
+    with torch.no_grad():
+        for current[0] in ids:
+            linear(samples[current[0]])
+    observer.close()
+    found = observer.agree(ids, len(samples), lambda name: True)["a"]
+    bad = -1 if found.range.first_bad is None else found.range.first_bad
+    extrema = [float(found.range.minimum), float(found.range.maximum)]
+    return found.histogram.counts_B.tolist(), int(found.histogram.exponent), int(found.histogram.zeros), extrema, bad
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_ranks_agree_on_the_counts_of_all_samples_whatever_their_widths(run_ranks: RankRunner, ranks: int) -> None:
+    samples = [torch.randn(1, 5, 8, generator=generator(seed)).relu() * 10.0**seed for seed in range(3)]
+    whole, every = of(*samples), torch.cat(samples)
+    expected = (whole.counts_B.tolist(), int(whole.exponent), int((every == 0).sum()), [0.0, float(every.amax())], -1)
+    assert run_ranks(ranks, observed_share, ranks, samples) == [expected] * ranks
+
+
+def test_a_layer_that_no_sample_reaches_agrees_on_nothing(run_ranks: RankRunner) -> None:
+    nothing = run_ranks(2, observed_share, 2, [torch.zeros(1, 0, 8)] * 2)
+    assert nothing == [([0] * BINS, SMALLEST_EXPONENT, 0, [math.inf, -math.inf], -1)] * 2
 
 
 def test_the_observer_skips_empty_inputs_and_remembers_what_is_not_finite() -> None:
