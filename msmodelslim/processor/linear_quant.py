@@ -4,19 +4,19 @@ Letters: O output rows, I input columns.
 """
 
 from itertools import product
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from torch import Tensor, nn
+from torch import nn
 
 from msmodelslim.distributed.dist_helper import DistHelper
-from msmodelslim.errors import InvalidModelError, UnsupportedError
+from msmodelslim.errors import UnsupportedError
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.ir.quantize import WeightCodes, act_qparam, refuse_shape
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
 from msmodelslim.observer.gram import GramObserver
-from msmodelslim.observer.min_max import AgreedRange, MinMaxObserver
+from msmodelslim.processor.act_range import ActConfig, ActRanges, FoundRange
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.processor.rounding import round_weights
@@ -68,27 +68,6 @@ PAIRS: tuple[tuple[Act, Weight], ...] = (
     (Act(QDType.MXFP8, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
     (Act(QDType.MXFP4, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
 )
-
-
-class ActExt(BaseModel, frozen=True, extra="forbid"):
-    aggregation_type: Literal["max", "mean"] = Field(
-        "max", description="static range: extrema of all samples, or the mean of the samples' extrema"
-    )
-
-
-class ActConfig(BaseModel, frozen=True, extra="forbid"):
-    dtype: QDType = Field(QDType.FLOAT, description="number type of the input's codes; float leaves it alone")
-    scope: QScope = Field(QScope.PER_TENSOR, description="what shares a scale; per_tensor and pd_mix are calibrated")
-    symmetric: bool = Field(True, description="no offset")
-    method: Literal["none", "minmax"] = Field("none", description="how the range is found; none only for float")
-    ext: ActExt = ActExt()
-
-    def scheme(self) -> QScheme:
-        """The scheme these words mean."""
-        if self.dtype is QDType.FLOAT:
-            return QScheme()
-        block = (1, FP8_BLOCK[1]) if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
-        return QScheme(self.dtype, self.scope, self.symmetric, block=block)
 
 
 class WeightConfig(BaseModel, frozen=True, extra="forbid"):
@@ -144,10 +123,6 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="after")
     def _is_a_pair(self) -> "LinearQConfig":
         act, weight = self.act, self.weight
-        if (act.dtype is QDType.FLOAT) != (act.method == "none"):
-            raise ValueError(
-                f"act.method is {act.method} with act.dtype {act.dtype}; float goes with none, all else with minmax"
-            )
         if weight.ext.group_size and weight.scope is not QScope.PER_GROUP:
             raise ValueError(
                 f"weight.ext.group_size is for per_group; take it away or write scope: per_group, not {weight.scope}"
@@ -230,7 +205,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
         self._selection = Selection(config.include, config.exclude)
         self._linears: dict[str, nn.Linear] = {}
         self._method = _method(config.qconfig.weight.method)(config.qconfig.weight.ext)
-        self._observer: MinMaxObserver | None = None
+        self._ranges: ActRanges | None = None
         self._grams: GramObserver | None = None
         self._shared: frozenset[str] | None = None  # linears that all ranks hold; None in a run of one rank
 
@@ -253,6 +228,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 found.append({"qconfig": {"act": half, "weight": whole}})
         mean = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
         found.append({"qconfig": {"act": mean, "weight": {"dtype": "int8", "scope": "per_channel"}}})
+        for half in ActConfig.histogram_examples():
+            found.append({"qconfig": {"act": half, "weight": {"dtype": half["dtype"], "scope": "per_channel"}}})
         return found + [{"qconfig": {"weight": weight}} for weight in _method_examples()]
 
     def is_data_free(self) -> bool:
@@ -294,10 +271,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
             if isinstance(module, nn.Linear) and self._selection.selects(name)
         }
         if self._scheme.act.is_static:
-            keep = self.config.qconfig.act.ext.aggregation_type == "mean"
-            self._observer = MinMaxObserver(lambda: request.sample_id, keep)
-            for name, linear in self._linears.items():
-                self._observer.watch(name, linear, linear.weight.device)
+            self._ranges = ActRanges(self.config.qconfig.act, lambda: request.sample_id)
+            self._ranges.watch(self._linears)
         if self._method.needs_gram:
             device = self.context.device
             ids, count = request.sample_ids, request.sample_count
@@ -311,11 +286,11 @@ class LinearQuantProcessor(BaseSessionProcessor):
             self._shared = frozenset(name for name in self._linears if helper.is_shared(name))
 
     def postprocess(self, request: BatchProcessRequest) -> None:
-        ranges: dict[str, AgreedRange] = {}
+        ranges: dict[str, FoundRange] = {}
         grams: dict[str, Gram | None] = {}
-        if self._observer is not None:
-            self._observer.close()
-            ranges = self._observer.agree(request.sample_ids, request.sample_count, self._is_shared)
+        if self._ranges is not None:
+            self._ranges.close()
+            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
         if self._grams is not None:
             self._grams.close()
             for name, seen in self._grams.agree(self._is_shared).items():
@@ -331,10 +306,10 @@ class LinearQuantProcessor(BaseSessionProcessor):
         )
         for name in list(self._linears):
             _replace(request, name, self._deploy(name, self._linears.pop(name), *rounded.pop(name), ranges.get(name)))
-        self._observer = self._grams = self._shared = None
+        self._ranges = self._grams = self._shared = None
 
     def abort(self) -> None:
-        for watching in (self._observer, self._grams):
+        for watching in (self._ranges, self._grams):
             if watching is not None:
                 watching.close()
         self._linears.clear()
@@ -343,12 +318,13 @@ class LinearQuantProcessor(BaseSessionProcessor):
         return self._shared is None or name in self._shared
 
     def _deploy(
-        self, name: str, linear: nn.Linear, codes: WeightCodes, record: dict[str, Any], seen: AgreedRange | None
+        self, name: str, linear: nn.Linear, codes: WeightCodes, record: dict[str, Any], seen: FoundRange | None
     ) -> QuantLinear:
         act_scale = act_offset = None
         if seen is not None:
-            low, high = self._range(name, seen)
+            low, high = (end.to(self.context.device) for end in (seen.low, seen.high))
             act_scale, act_offset = act_qparam(low, high, self._scheme.act, scale_dtype=self.context.adapter.dtype)
+            record |= seen.record
         if "fallback" in record:
             what = f"weight rounded by {record['fallback']} instead of {self._method.registered_name}"
             self.context.record.fallbacks.append({"module": name, "what": what, "why": record["why"]})
@@ -359,21 +335,6 @@ class LinearQuantProcessor(BaseSessionProcessor):
             **record,
         }
         return QuantLinear(self._scheme, codes, bias=linear.bias, act_scale=act_scale, act_offset=act_offset)
-
-    def _range(self, name: str, seen: AgreedRange) -> tuple[Tensor, Tensor]:
-        if seen.first_bad is not None:
-            raise InvalidModelError(
-                f"{name}: its input is not finite in calibration sample {seen.first_bad}",
-                "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
-            )
-        if seen.minimum > seen.maximum:
-            raise UnsupportedError(
-                f"{name}: no calibration sample reached it, so its static activation scale is undefined",
-                "give more samples, exclude it, or choose a dynamic scheme (act scope per_token)",
-            )
-        low, high = (seen.minimum, seen.maximum) if seen.mean is None else seen.mean.float()
-        device = self.context.device
-        return low.to(device), high.to(device)
 
 
 def _replace(request: BatchProcessRequest, name: str, module: nn.Module) -> None:
