@@ -141,10 +141,11 @@ class _Moments:
         between_CK = (value_CK[:, 1:] + value_CK[:, :-1]) / 2
         # The first bin whose middle is at or above the boundary of two codes.
         bin_CK = (between_CK / self._width - 0.5).ceil_().add_(_HALF).clamp_(0, BINS).to(torch.int64)
-        whole = torch.zeros_like(bin_CK[:, :1])
-        bin_CK = torch.cat((whole, bin_CK, whole + BINS), dim=1)
-        count_CK, sum_CK, square_CK = (through[bin_CK].diff(dim=1) for through in self._through)
-        return (square_CK - 2 * value_CK * sum_CK + value_CK.square() * count_CK).sum(1)
+        below_CK, sum_below_CK = (through[bin_CK] for through in self._through[:2])
+        # Were all at the last code; then, boundary by boundary, what lies below it moves down by one code.
+        moved_C = ((sum_below_CK - between_CK * below_CK) * value_CK.diff(dim=1)).sum(1)
+        count, total, square = (through[-1] for through in self._through)
+        return square - 2 * value_CK[:, -1] * total + value_CK[:, -1].square() * count + 2 * moved_C
 
 
 def _codes(dtype: QDType) -> Tensor:
