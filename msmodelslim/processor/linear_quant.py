@@ -288,9 +288,6 @@ class LinearQuantProcessor(BaseSessionProcessor):
     def postprocess(self, request: BatchProcessRequest) -> None:
         ranges: dict[str, FoundRange] = {}
         grams: dict[str, Gram | None] = {}
-        if self._ranges is not None:
-            self._ranges.close()
-            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
         if self._grams is not None:
             self._grams.close()
             for name, seen in self._grams.agree(self._is_shared).items():
@@ -314,6 +311,9 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 watching.close()
         self._linears.clear()
 
+        if self._ranges is not None:  # after the weights: a weight that is not finite makes inputs that are not
+            self._ranges.close()
+            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
     def _is_shared(self, name: str) -> bool:
         return self._shared is None or name in self._shared
 
