@@ -128,6 +128,15 @@ def test_uneven_and_empty_shares_give_the_same_bytes(
         assert other == found[0]
 
 
+def test_a_rank_without_samples_propagates_nothing_and_the_bytes_are_the_same(
+    model: Path, tmp_path: Path, run_ranks: RankRunner
+) -> None:
+    dataset = write_samples(tmp_path, 2)
+    recipe = recipe_of([W8A8 | {"propagate_error": True}], SAVERS[0])
+    found = [hashes_on(run_ranks, ranks, make_job(model, tmp_path / f"on{ranks}", recipe, dataset)) for ranks in (1, 3)]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("practice", PRACTICES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_shipped_recipe_gives_one_ranks_bytes_on_2_and_3(
     practice: Path, model: Path, tmp_path: Path, run_ranks: RankRunner

@@ -42,6 +42,19 @@ class BatchProcessRequest:
     last_forward: bool = False
     on_sample: Callable[[int, int], None] = field(default=lambda done, total: None, repr=False)
 
+    def forward(self) -> None:
+        """Call the layer with each sample alone, in order, and keep what it returns in `outputs`."""
+        assert self.datas is not None, "a run that needs data has some"
+        self.outputs = []
+        for index, sample_id in enumerate(self.sample_ids):
+            self.sample_id = sample_id
+            args, kwargs = self.datas[index]
+            if self.last_forward and sample_id:  # sample 0 is looked at once more, to measure what rounding does
+                self.datas[index] = ((), {})  # one copy of all activations is enough
+            self.outputs.append(self.module(*args, **kwargs))
+            self.on_sample(len(self.outputs), len(self.datas))
+        self.sample_id = -1
+
 
 @dataclass
 class RunRecord:
@@ -119,17 +132,8 @@ class BaseSessionProcessor:
 
     def process(self, request: BatchProcessRequest) -> None:
         """The calibration forward: each sample alone, in order."""
-        if request.datas is None:
-            return
-        request.outputs = []
-        for index, sample_id in enumerate(request.sample_ids):
-            request.sample_id = sample_id
-            args, kwargs = request.datas[index]
-            if request.last_forward and sample_id:  # sample 0 is looked at once more, to measure what rounding does
-                request.datas[index] = ((), {})  # one copy of all activations is enough
-            request.outputs.append(request.module(*args, **kwargs))
-            request.on_sample(len(request.outputs), len(request.datas))
-        request.sample_id = -1
+        if request.datas is not None:
+            request.forward()
 
     def postprocess(self, request: BatchProcessRequest) -> None:
         """After the forward: agree on statistics, compute parameters, put the final modules in place."""
@@ -146,6 +150,14 @@ class BaseSessionProcessor:
 
     def shares_forward(self) -> bool:
         """True when `postprocess` leaves alone what a later processor would observe, so both may use one forward."""
+        return False
+
+    def propagates_error(self) -> bool:
+        """True when the layers after this one shall be calibrated on its outputs as it is once all steps are done.
+
+        The runner then forwards the samples once more through the finished layer, whatever step asks for it. Otherwise
+        the next layer gets the outputs of the last calibration forward, without what was rounded after it.
+        """
         return False
 
     def need_kv_cache(self) -> bool:

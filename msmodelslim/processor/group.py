@@ -77,6 +77,9 @@ class GroupProcessor(BaseSessionProcessor):
     def shares_forward(self) -> bool:
         return all(child.shares_forward() for child in self._children)
 
+    def propagates_error(self) -> bool:
+        return any(child.propagates_error() for child in self._children)
+
     def need_kv_cache(self) -> bool:
         return any(child.need_kv_cache() for child in self._children)
 

@@ -198,6 +198,11 @@ class LinearQuantProcessor(BaseSessionProcessor):
         include: tuple[Pattern, ...] = Field(("*",), min_length=1, description="modules to quantize")
         exclude: tuple[Pattern, ...] = Field((), description="modules to leave alone; wins over include")
         override: bool = Field(False, description="leave linears of an earlier step to it, instead of refusing")
+        propagate_error: bool = Field(
+            False,
+            description="calibrate each layer on the outputs of the quantized layers before it, not of the float ones; "
+            "one step's word holds for all, and costs one more forward of each layer",
+        )
 
     def __init__(self, config: "LinearQuantProcessor.Config", context: RunContext) -> None:
         super().__init__(config, context)
@@ -230,6 +235,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
         found.append({"qconfig": {"act": mean, "weight": {"dtype": "int8", "scope": "per_channel"}}})
         for half in ActConfig.histogram_examples():
             found.append({"qconfig": {"act": half, "weight": {"dtype": half["dtype"], "scope": "per_channel"}}})
+        gptq = {"dtype": "int4", "scope": "per_group", "method": "gptq", "ext": {"group_size": 32}}
+        found.append({"qconfig": {"weight": gptq}, "propagate_error": True})
         return found + [{"qconfig": {"weight": weight}} for weight in _method_examples()]
 
     def is_data_free(self) -> bool:
@@ -240,6 +247,9 @@ class LinearQuantProcessor(BaseSessionProcessor):
 
     def shares_forward(self) -> bool:
         return True  # two steps never touch the same linear, and rounding one does not change what the other sees
+
+    def propagates_error(self) -> bool:
+        return bool(self.config.propagate_error)
 
     def support_distributed(self) -> bool:
         return True  # extrema are exact in any order, sums follow a fixed tree, and a weight is rounded once
@@ -301,6 +311,9 @@ class LinearQuantProcessor(BaseSessionProcessor):
             self._is_shared,
             self.context.device,
         )
+        if self._ranges is not None:  # after the weights: a weight that is not finite makes inputs that are not
+            self._ranges.close()
+            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
         for name in list(self._linears):
             _replace(request, name, self._deploy(name, self._linears.pop(name), *rounded.pop(name), ranges.get(name)))
         self._ranges = self._grams = self._shared = None
@@ -311,9 +324,6 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 watching.close()
         self._linears.clear()
 
-        if self._ranges is not None:  # after the weights: a weight that is not finite makes inputs that are not
-            self._ranges.close()
-            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
     def _is_shared(self, name: str) -> bool:
         return self._shared is None or name in self._shared
 

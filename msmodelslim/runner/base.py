@@ -2,7 +2,8 @@
 
 Layers come from the adapter one after the other. Steps that leave alone what the next one observes share one forward.
 The inputs of the next layer are the outputs of the layer's last forward, so an earlier step's error propagates while
-the rounding of the last observing step does not. A sample is always forwarded alone: results do not depend on who else
+the rounding of the last observing step does not, unless a step asks for it: then the finished layer is forwarded once
+more. A sample is always forwarded alone: results do not depend on who else
 is in the batch, and thus not on the number of ranks.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
-from msmodelslim.errors import EnvError, InvalidModelError
+from msmodelslim.errors import EnvError, InvalidModelError, UnsupportedError
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.runner.progress import LayerProgress
@@ -85,12 +86,22 @@ class BaseRunner(ABC):
 
     def rehearse(self) -> None:
         """Every step's change of structure, on meta tensors: what cannot work is refused before a weight is read."""
+        self._refuse_idle_propagation()
         model = self._context.model
         for name in self._context.adapter.layer_names:
             request = BatchProcessRequest(name, model.get_submodule(name))
             for processor in self._processors:
                 with _place(name, processor, "rehearse"):
                     processor.rehearse(request)
+
+    def _refuse_idle_propagation(self) -> None:
+        """Raise where rounding errors shall reach the calibration of later layers and nothing is calibrated."""
+        asking = list(dict.fromkeys(p.registered_name for p in self._processors if p.propagates_error()))
+        if asking and not needs_forward(self._processors):
+            raise UnsupportedError(
+                f"propagate_error of {', '.join(asking)} has no effect: no step of this recipe uses calibration data",
+                "take it away, or choose a step or method that calibrates, such as weight.method gptq",
+            )
 
     def run(self) -> None:
         """All layers, then `post_run` of every step; on failure `abort` of every step, and the error goes on."""
@@ -176,6 +187,9 @@ class BaseRunner(ABC):
     ) -> None:
         saved = [p for p in self._processors if p.kind == "saver"]
         last = next((segment for segment in reversed(segments) if needs_forward(segment)), None)
+        asking = next((p for p in self._processors if p.propagates_error()), None)
+        if request.datas is None or request.name == self._context.adapter.layer_names[-1]:
+            asking = None  # nothing is calibrated after it
         for segment in segments:
             names = " + ".join(p.registered_name for p in segment)
             for processor in segment:
@@ -183,17 +197,17 @@ class BaseRunner(ABC):
                     processor.preprocess(request)
             if needs_forward(segment) and request.datas is not None:
                 with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
-                    request.last_forward = segment is last
+                    request.last_forward = segment is last and asking is None
                     request.on_sample = lambda done, total: _goes_on(progress, done, total)
                     self._forward(request, segment)
                 self._entry["forwards"] += 1
             if segment[-1] in saved:
-                self._measure(request, progress)
+                self._finish(request, asking, progress)
             for processor in segment:
                 with self._phase(progress, request.name, names), _place(request.name, processor, "postprocess"):
                     processor.postprocess(request)
         if not saved:
-            self._measure(request, progress)
+            self._finish(request, asking, progress)
 
     def _forward(self, request: BatchProcessRequest, segment: list[BaseSessionProcessor]) -> None:
         """Every sample of this rank; where a step communicates meanwhile, as many calls as on any other rank."""
@@ -214,20 +228,36 @@ class BaseRunner(ABC):
         assert self._spare is not None, "there is a spare sample where a rank has none"
         return self._spare.call, 0
 
-    def _measure(self, request: BatchProcessRequest, progress: LayerProgress) -> None:
-        """What rounding did to the layer: its weights, and its output for global sample 0 where this rank holds it."""
+    def _finish(
+        self, request: BatchProcessRequest, asking: BaseSessionProcessor | None, progress: LayerProgress
+    ) -> None:
+        """All steps but the saver are done: forward the samples once more for the step that asks for it, and measure.
+
+        What rounding did is told of the weights, and of the output for global sample 0 where this rank holds it.
+        """
+        expected = _of_sample_0(request, request.outputs)
+        if asking is not None:
+            with self._phase(progress, request.name, "propagate"), _place(request.name, asking, "propagate"):
+                request.last_forward = True
+                request.outputs = None  # before it is filled anew, so that both are not held at a time
+                request.forward()
+            self._entry["forwards"] += 1
         errors = [
             record["weight_error"] ** 2
             for name, record in self._context.record.modules.items()
             if name.startswith(request.name + ".")
         ]
-        if errors:
-            self._entry["weight_error"] = (sum(errors) / len(errors)) ** 0.5
-        if request.outputs and 0 in request.sample_ids and request.datas is not None and errors:
-            index = list(request.sample_ids).index(0)
-            args, kwargs = request.datas[index]
+        if not errors:
+            return
+        self._entry["weight_error"] = (sum(errors) / len(errors)) ** 0.5
+        if expected is not None:
             with self._phase(progress, request.name, "measure"):
-                self._entry["output_error"] = relative_error(request.module(*args, **kwargs), request.outputs[index])
+                found = _of_sample_0(request, request.outputs) if asking else self._forward_sample_0(request)
+                self._entry["output_error"] = relative_error(found, expected)
+
+    def _forward_sample_0(self, request: BatchProcessRequest) -> Any:
+        args, kwargs = _of_sample_0(request, request.datas)
+        return request.module(*args, **kwargs)
 
     @contextmanager
     def _phase(self, progress: LayerProgress, layer: str, phase: str) -> Iterator[None]:
@@ -238,6 +268,11 @@ class BaseRunner(ABC):
         seconds = self._entry["seconds"]
         seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
         self._entry["memory_mib"][phase] = devices.peak_memory_mib(self._context.device.type)
+
+
+def _of_sample_0(request: BatchProcessRequest, values: Sequence[Any] | None) -> Any:
+    """Of `values`, one a sample of this rank, that of global sample 0; None where this rank does not hold it."""
+    return values[list(request.sample_ids).index(0)] if values and 0 in request.sample_ids else None
 
 
 def _goes_on(progress: LayerProgress, done: int, total: int) -> None:
