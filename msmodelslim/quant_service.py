@@ -35,7 +35,7 @@ from msmodelslim.processor.base import BaseSessionProcessor, RunContext, RunReco
 from msmodelslim.recipe import Recipe, Step, parse_recipe
 from msmodelslim.registry import lookup, names
 from msmodelslim.report import PLOT_FILE, REPORT_FILE, RunFacts, build_report, plot_report, print_summary
-from msmodelslim.runner.base import BaseRunner, needs_forward
+from msmodelslim.runner.base import BaseRunner, needs_forward, share_forwards
 from msmodelslim.runner.dp_layer_wise_runner import DPLayerWiseRunner, refuse_unsupported
 from msmodelslim.runner.layer_wise_runner import LayerWiseRunner
 from msmodelslim.runner.model_wise_runner import ModelWiseRunner
@@ -414,10 +414,15 @@ def _describe(session: Session) -> None:
 
 
 def _memory_estimate_mib(session: Session) -> float:
-    """An idle process, a layer with its codes and the next one's pages, and the samples' hidden states once."""
+    """An idle process, a layer with its codes and the next one's pages, and the samples' hidden states.
+
+    Those are held once, and twice where a layer is forwarded again with the same inputs.
+    """
     width = session.adapter.checkpoint.config.get("hidden_size", 0)
     tokens = session.facts.data.get("tokens", 0)
-    return _PROCESS_MIB + (2.5 * session.layer_bytes + tokens * width * session.adapter.dtype.itemsize) / 2**20
+    forwards = sum(map(needs_forward, share_forwards(session.steps))) + any(p.propagates_error() for p in session.steps)
+    states = min(forwards, 2) * tokens * width * session.adapter.dtype.itemsize
+    return _PROCESS_MIB + (2.5 * session.layer_bytes + states) / 2**20
 
 
 def _refuse_small_disk(save_path: Path, needed_bytes: int) -> None:

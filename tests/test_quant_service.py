@@ -16,7 +16,14 @@ from safetensors.torch import load_file, save_file
 from msmodelslim.artifact import verify_directory
 from msmodelslim.errors import InvalidDatasetError, InvalidModelError, ModelslimError, SecurityError, UnsupportedError
 from msmodelslim.model.checkpoint import Checkpoint
-from msmodelslim.quant_service import QuantJob, _choose_runner_type, quantize, rehearse
+from msmodelslim.quant_service import (
+    QuantJob,
+    _choose_runner_type,
+    _memory_estimate_mib,
+    open_session,
+    quantize,
+    rehearse,
+)
 from msmodelslim.report import plot_report
 from msmodelslim.runner.dp_layer_wise_runner import DPLayerWiseRunner
 from msmodelslim.runner.layer_wise_runner import LayerWiseRunner
@@ -192,6 +199,13 @@ def test_a_picture_that_cannot_be_drawn_is_left_out_with_a_warning(
     assert "quant_report.png is left out: no place for a cache" in caplog.text
     assert not (tmp_path / "out" / "quant_report.png").exists()
     assert verify_directory(tmp_path / "out", job().model_path) == []
+
+
+def test_a_layer_that_is_forwarded_twice_needs_its_inputs_beside_its_outputs(job: Callable[..., QuantJob]) -> None:
+    once = open_session(job())
+    twice = open_session(job(recipe(options="      propagate_error: true")))
+    states = once.facts.data["tokens"] * 64 * 2 / 2**20  # bfloat16, hidden size 64
+    assert _memory_estimate_mib(twice) - _memory_estimate_mib(once) == pytest.approx(states)
 
 
 def test_global_torch_state_is_as_before(job: Callable[..., QuantJob]) -> None:
