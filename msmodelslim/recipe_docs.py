@@ -55,6 +55,40 @@ shipped ones. "Verified" means for shipped practices that the engine has a reade
 shipped practice verified for `default` belongs to the pedigree `default`, too.
 """
 
+_CALIBRATION = """
+## How a layer is calibrated
+
+Steps observe the samples in the order of `process`, each sample alone. Steps that leave alone what the next one
+observes share one forward. What the next layer is given are the outputs of the last of these forwards: they have what
+was changed before it, and lack what was rounded after it. With `propagate_error: true` in a `linear_quant` step the
+finished layer is forwarded once more, and the next layer is calibrated on what it will be given when it is served. One
+step's word holds for the whole run. A recipe in which nothing is calibrated has no use for it and is refused.
+
+The scope `per_tensor`, and the half of `pd_mix` that is for one token, have a calibrated range (`act.method`):
+
+* `minmax`: nothing is clipped.
+* `histogram` counts all values in 4096 bins of a power of two, the same on any number of ranks, and then picks the
+  range once. `criterion: mse` loses the least square error of the input, `percentile` keeps what lies between `lower`
+  and `upper` per cent of the values, `kl` changes the distribution least (not for fp8). The range, and the extrema that
+  were seen, are in `quant_report.json`.
+
+Neither is a free gain. Language models have few, very large activations that their outputs depend on, so clipping can
+cost more than finer steps bring; smooth first. `gptq` makes up for the errors it sees, minmax cannot. Measured on
+SmolLM2-135M, 16 samples of 512 tokens, perplexity on 8 windows (float: 28.8): W8A8 static, asymmetric, and the same
+after `iter_smooth`; W4A16 in groups of 64 by `gptq`.
+
+| | `minmax` | `mse` | `percentile` | `kl` |
+|---|---|---|---|---|
+| W8A8 static | 48.8 | 40.0 | 154.3 | 516.1 |
+| after `iter_smooth` | 30.0 | 31.0 | 31.7 | 38.6 |
+
+| | without | with `propagate_error` |
+|---|---|---|
+| W4A16 `gptq` | 34.4 | 33.7 |
+| W8A8 static, `mse` | 40.0 | 40.8 |
+| W8A8 static, `minmax`, after `iter_smooth` | 30.0 | 30.2 |
+"""
+
 
 def recipe_page() -> str:
     """The page, in Markdown."""
@@ -66,7 +100,7 @@ def recipe_page() -> str:
         ("`metadata.label`", Label),
     ):
         parts.append(f"\n## {title}\n\n{_lead(model)}\n\n{options_table(model)}")
-    parts += [_LOOKUP, "\n## Shipped practices\n\n", _shipped()]
+    parts += [_CALIBRATION, _LOOKUP, "\n## Shipped practices\n\n", _shipped()]
     for kind, title in (("processor", "Steps: items of `spec.process`"), ("saver", "Savers: the item of `spec.save`")):
         parts.append(f"\n## {title}\n")
         for name in registry.names(kind):
