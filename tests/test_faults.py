@@ -274,7 +274,7 @@ def test_a_slow_rank_is_named_but_the_run_is_fine(faulty: Callable[..., Run], tm
 def test_lines_of_all_ranks_are_shown_with_their_rank_and_progress_once(faulty: Callable[..., Run]) -> None:
     ended = faulty({"how": "warn"}).finish()
     assert ended.code == 0 and ended.left == [], ended.err
-    lines = ended.err.splitlines()
+    lines = [line for line in ended.err.splitlines() if "more ranks than cores" not in line]  # on a single core
     assert lines[:2] == [
         "INFO multi device configuration detected, using distributed layer-wise pipeline.",
         "INFO Starting distributed execution with 2 devices: [0, 1]",

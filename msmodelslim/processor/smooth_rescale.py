@@ -54,6 +54,20 @@ class LayerRescale:
         """How many rows a linear's weight has."""
         return self._modules[name].get_parameter("weight").shape[0]
 
+    def columns(self, name: str) -> int:
+        """How many columns a linear's weight has."""
+        return self._modules[name].get_parameter("weight").shape[1]
+
+    def gram_of_rows(self, name: str) -> Tensor:
+        """Sum of w wᵀ over the rows of a linear's weight, with all factors so far; [I, I]."""
+        weight_OI, change = self._modules[name].get_parameter("weight"), self._changes.get(name, Change())
+        columns = weight_OI.shape[1]
+        total_II = torch.zeros(columns, columns, dtype=wide(weight_OI[:0]).dtype, device=weight_OI.device)
+        for rows in _chunks(weight_OI):
+            part_RI = _rescaled(wide(weight_OI[rows]), _of_rows(change, rows))
+            total_II.addmm_(part_RI.T, part_RI)
+        return total_II
+
     def absmax(self, name: str) -> Tensor:
         """Largest |weight| in each input column, with all factors so far; [I]."""
         weight_OI, change = self._modules[name].get_parameter("weight"), self._changes.get(name, Change())

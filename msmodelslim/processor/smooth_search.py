@@ -2,8 +2,10 @@
 
 s = act^a / weight^b, where act and weight measure how large a channel's activations and weights are. a = b = 0 changes
 nothing and is always tried first: a searched factor is never worse than none, by the search's own measure. That is what
-rounding does to the outputs of the consumers, ‖x̂Ŵᵀ − xWᵀ‖² over tokens, with the scheme that will be deployed; where
-only weights are rounded it is tr(Δ H Δᵀ) with Δ = Ŵ/s − W and H the Gram matrix of the inputs.
+rounding does to the outputs of the consumers, ‖x̂Ŵᵀ − xWᵀ‖² over tokens, with the scheme that will be deployed. Where
+only weights are rounded it is tr(Δ H Δᵀ) with Δ = Ŵ/s − W and H the Gram matrix of the inputs. Where there are more
+rows than columns it is tr(E K Eᵀ) + ‖x̂Δᵀ‖² with E = x̂ − x and K the Gram matrix of the weight's rows, which counts all
+rows at the price of a few: the two errors have nothing to do with each other, so their product is near zero.
 
 Letters: T tokens, C channels with a factor, I input columns, O output rows, G query heads that share a channel.
 """
@@ -24,8 +26,8 @@ from msmodelslim.processor.smooth_subgraphs import Subgraph
 
 SMALLEST_WEIGHT = 1e-5  # below it a column counts as this large; SmoothQuant's own code, arXiv:2211.10438
 _NORMALIZED = (1e-4, 1e4)  # bounds of a factor whose geometric middle is 1
-_JUDGED_ROWS = 256  # of a consumer; with some hundred tokens their loss ranks exponents as that of all rows does
-_GRAM_COLUMNS = 4096  # the widest input that gets a Gram matrix, 64 MiB; wider ones are judged by tokens
+_JUDGED_ROWS = 256  # of a consumer, for what the rounding of its weight does
+_GRAM_COLUMNS = 4096  # the widest input that gets a Gram matrix, 64 MiB
 
 
 class Exponents(NamedTuple):
@@ -158,6 +160,20 @@ class JudgedRows(NamedTuple):
     each: float = 1.0
 
 
+@dataclass(frozen=True)
+class Consumers:
+    """The linears that a loss is measured at.
+
+    Args:
+        rows: full name → rows that are looked at.
+        gram_II: sum of w wᵀ over all rows of all of them; with it, what rounding the activations does is measured on
+            all rows.
+    """
+
+    rows: Mapping[str, JudgedRows]
+    gram_II: Tensor | None = None  # noqa: N815 - as above
+
+
 def judged_rows(rows: int, scheme: QScheme) -> Tensor:
     """Indexes of evenly spaced rows, at most `_JUDGED_ROWS`; all rows where several rows share a scale."""
     if rows <= _JUDGED_ROWS or not (scheme.is_mx or scheme.scope in (QScope.PER_CHANNEL, QScope.PER_GROUP)):
@@ -204,7 +220,7 @@ class ExponentSearch:
             subgraph = case.subgraph
             factors = [subgraph.by_column(case.factors(one, plan.formula)) for one in exponents]
             if case.stats.gram_II is None:
-                judged = {name: self._judged(name, rescale) for name in subgraph.targets}
+                judged = self._consumers(subgraph.targets, rescale)
                 for sample, loss in token_losses(case.stats, judged, factors, plan.scheme, self._scale_dtype).items():
                     self._store.add_sum(f"{subgraph.targets[0]}:loss", sample, loss)
             elif self._is_shared(subgraph):
@@ -238,6 +254,15 @@ class ExponentSearch:
 
         return loss
 
+    def _consumers(self, names: Sequence[str], rescale: LayerRescale) -> Consumers:
+        rows, columns = sum(map(rescale.rows, names)), rescale.columns(names[0])
+        if rows <= columns:
+            return Consumers({name: JudgedRows(rescale.weight(name)) for name in names})
+        judged = {name: self._judged(name, rescale) for name in names}
+        if columns > _GRAM_COLUMNS or all(one.each == 1 for one in judged.values()):
+            return Consumers(judged)
+        return Consumers(judged, torch.stack([rescale.gram_of_rows(name) for name in names]).sum(0))
+
     def _judged(self, name: str, rescale: LayerRescale) -> JudgedRows:
         rows = rescale.rows(name)
         rows_R = judged_rows(rows, self._plan.scheme.weight)
@@ -249,7 +274,7 @@ class ExponentSearch:
 
 def token_losses(
     stats: InputStats,
-    judged: Mapping[str, JudgedRows],
+    consumers: Consumers,
     factors: Sequence[Tensor],
     scheme: LinearScheme,
     scale_dtype: torch.dtype,
@@ -259,31 +284,37 @@ def token_losses(
     A sample is computed for itself, so its numbers do not depend on which others a rank holds.
 
     Args:
-        judged: full name → rows of each consumer.
         factors: s_I each.
     """
+    gram_II, losses = consumers.gram_II, {sample: list[Tensor]() for sample in stats.tokens}
     exact = {
-        sample: [wide(x_TI) @ rows.weight_RI.T for rows in judged.values()] for sample, x_TI in stats.tokens.items()
+        sample: [0.0 if gram_II is not None else wide(x_TI) @ rows.weight_RI.T for rows in consumers.rows.values()]
+        for sample, x_TI in stats.tokens.items()
     }
-    losses: dict[int, list[Tensor]] = {sample: [] for sample in stats.tokens}
     for factor_I in factors:
         scale, offset = None, None
         if scheme.act.is_static:
             low, high = (stats.minimum_I / factor_I).amin(), (stats.maximum_I / factor_I).amax()
             scale, offset = act_qparam(low, high, scheme.act, scale_dtype=scale_dtype)
-        rounded = [
-            JudgedRows(_rounded(rows.weight_RI * factor_I, scheme.weight, scale_dtype, name), rows.each)
-            for name, rows in judged.items()
-        ]
+        multiplied = []
+        for name, rows in consumers.rows.items():
+            rounded_RI = _rounded(rows.weight_RI * factor_I, scheme.weight, scale_dtype, name)
+            multiplied.append(rounded_RI if gram_II is None else rounded_RI - rows.weight_RI * factor_I)
         for sample, x_TI in stats.tokens.items():
             seen_TI = fake_quantize_act(wide(x_TI) / factor_I, scheme.act, scale, offset)
-            pairs = zip(rounded, exact[sample], strict=True)
-            lost = [
-                (seen_TI @ rows.weight_RI.T - y_TR).square().sum(1).cpu().double().sum() * rows.each
-                for rows, y_TR in pairs
-            ]
-            losses[sample].append(torch.stack(lost).sum())
+            lost = torch.zeros((), dtype=torch.float64)
+            if gram_II is not None:
+                off_TI = seen_TI * factor_I - wide(x_TI)
+                lost += _total((off_TI @ gram_II).mul_(off_TI))
+            for weight_RI, rows, y_TR in zip(multiplied, consumers.rows.values(), exact[sample], strict=True):
+                lost += _total((seen_TI @ weight_RI.T).sub_(y_TR).square_()) * rows.each
+            losses[sample].append(lost)
     return {sample: torch.stack(found) for sample, found in losses.items()}
+
+
+def _total(x_TN: Tensor) -> Tensor:
+    """The sum of all elements, rows in float64, on the host."""
+    return x_TN.sum(1).cpu().double().sum()
 
 
 def gram_loss(

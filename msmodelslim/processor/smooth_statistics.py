@@ -18,7 +18,7 @@ from msmodelslim.distributed import DistHelper, Stat, StatStore
 from msmodelslim.errors import InvalidModelError
 from msmodelslim.processor.smooth_rescale import wide
 
-_TOKENS = 512  # that an objective is judged by; their loss ranks exponents as that of all tokens does
+_TOKENS = 1024  # that an objective is judged by; their loss ranks exponents as that of all tokens does
 _TOKENS_A_SAMPLE = 32  # enough for a matrix product to be worth its call
 _KEPT_TOKENS = 4096  # over all samples, since which of them reach an expert is known only at the end
 _NO_SAMPLE = torch.iinfo(torch.int64).max

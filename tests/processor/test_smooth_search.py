@@ -15,6 +15,7 @@ from msmodelslim.model.structure import LayerStructure
 from msmodelslim.processor.base import BatchProcessRequest
 from msmodelslim.processor.smooth_search import (
     UNCHANGED,
+    Consumers,
     Exponents,
     ExponentSearch,
     JudgedRows,
@@ -156,8 +157,41 @@ def test_the_gram_form_equals_the_loss_over_tokens() -> None:
     stats = InputStats(x.amin(0), x.amax(0), None, x.T @ x, {0: x[:50], 1: x[50:]})
     judged = JudgedRows(weight, 3.0)
     gram = gram_loss(judged, x.T @ x, factor, scheme, torch.float32, "linear")
-    tokens = token_losses(stats, {"linear": judged}, [factor], LinearScheme(scheme), torch.float32)
+    tokens = token_losses(stats, Consumers({"linear": judged}), [factor], LinearScheme(scheme), torch.float32)
     assert gram == pytest.approx(float(sum(tokens.values())), rel=1e-12)
+
+
+def rounded_tokens(x: np.ndarray) -> np.ndarray:
+    """int8, a scale a token."""
+    step_T1 = np.abs(x).max(1, keepdims=True) / 127
+    return np.rint(x / step_T1) * step_T1
+
+
+def test_rounding_the_activations_is_judged_on_all_rows_by_their_gram_matrix() -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(40, 24, generator=generator, dtype=torch.float64)
+    weight = torch.randint(-126, 127, (500, 24), generator=generator).double()
+    weight[:, 3] = 127  # so that rounding the weight changes nothing
+    consumers = Consumers({"linear": JudgedRows(weight[:5], 100.0)}, weight.T @ weight)
+    stats = InputStats(x.amin(0), x.amax(0), None, None, {0: x})
+    scheme = LinearScheme(QScheme(QDType.INT8, QScope.PER_CHANNEL), QScheme(QDType.INT8, QScope.PER_TOKEN))
+    found = token_losses(stats, consumers, [torch.ones(24, dtype=torch.float64)], scheme, torch.float32)[0]
+    lost = (rounded_tokens(x.numpy()) - x.numpy()) @ weight.numpy().T
+    assert float(found) == pytest.approx((lost**2).sum(), rel=1e-6)  # scales are stored in float32
+
+
+def test_the_two_errors_of_a_tall_consumer_add_up_nearly_to_that_of_all_its_rows() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(200, 24, generator=generator, dtype=torch.float64) * torch.logspace(-1, 0.5, 24)
+    weight = torch.randn(500, 24, generator=generator, dtype=torch.float64)
+    factor = torch.logspace(-0.4, 0.4, 24, dtype=torch.float64)
+    consumers = Consumers({"linear": JudgedRows(weight[::4], 4.0)}, weight.T @ weight)
+    stats = InputStats(x.amin(0), x.amax(0), None, None, {0: x})
+    scheme = LinearScheme(QScheme(QDType.INT8, QScope.PER_CHANNEL), QScheme(QDType.INT8, QScope.PER_TOKEN))
+    found = token_losses(stats, consumers, [factor], scheme, torch.float32)[0]
+    scaled = (weight * factor).numpy()
+    lost = rounded_tokens((x / factor).numpy()) @ rounded(scaled, 127).T - x.numpy() @ weight.numpy().T
+    assert float(found) == pytest.approx((lost**2).sum(), rel=0.08)
 
 
 @pytest.mark.parametrize("scope", ["per_tensor", "pd_mix"])
@@ -168,7 +202,7 @@ def test_a_static_activation_is_judged_with_the_range_that_the_factor_leaves(sco
     factor = torch.logspace(-0.5, 0.5, 16)
     scheme = LinearScheme(QScheme(QDType.INT8, QScope.PER_CHANNEL), QScheme(QDType.INT8, QScope(scope), False))
     stats = InputStats(x.amin(0), x.amax(0), None, None, {4: x})
-    found = token_losses(stats, {"linear": JudgedRows(weight)}, [factor], scheme, torch.float32)[4]
+    found = token_losses(stats, Consumers({"linear": JudgedRows(weight)}), [factor], scheme, torch.float32)[4]
     seen, scaled = (x / factor).double().numpy(), (weight * factor).double().numpy()
     step = (seen.max() - seen.min()) / 255
     offset = np.rint(-seen.min() / step) - 128
