@@ -225,7 +225,7 @@ def test_a_wide_consumer_is_judged_by_rows_spread_over_all_of_it() -> None:
 
 
 def test_the_first_samples_with_enough_tokens_are_judged() -> None:
-    kept = Stat(StatKind.SCALAR, torch.tensor([200.0, 300, 30, 30]), 4, (1, 2, 5, 9))
+    kept = Stat(StatKind.SCALAR, torch.tensor([500.0, 500, 30, 30]), 4, (1, 2, 5, 9))
     assert judged_samples(kept) == {1, 2, 5}
     assert judged_samples(None) == set()
 
