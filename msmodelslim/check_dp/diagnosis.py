@@ -1,6 +1,7 @@
 """From what ranks have noted to what is wrong: one function a pass condition, each looks at one run."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from msmodelslim.check_dp.events import Event
@@ -189,7 +190,7 @@ def _result(trial: Trial, alone: Trial) -> Finding | None:
 def _cause(trial: Trial, alone: Trial) -> str:
     """The step after which a layer is not what it is on one rank, and the first statistic that differs."""
     told = ""
-    ours, theirs = ([e for e in one.events[0] if e.kind in ("state", "streams")] for one in (trial, alone))
+    ours, theirs = (_noted(one) for one in (trial, alone))
     for own, other in zip(ours, theirs, strict=False):
         if (own.kind, own.layer, own.processor) != (other.kind, other.layer, other.processor):
             break
@@ -204,6 +205,19 @@ def _cause(trial: Trial, alone: Trial) -> str:
         if own.kind == "state" and _unequal([own.facts["tensors"], other.facts["tensors"]]):
             return f"; {own.layer} differs first after {own.processor}{told}"
     return told
+
+
+def _noted(trial: Trial) -> list[Event]:
+    """States and streams as rank 0 noted them; sums that another rank owns as that rank did."""
+    rows = [[event for event in events if event.kind in ("state", "streams")] for events in trial.events]
+    found = []
+    for first, *others in zip(*rows, strict=False):
+        if first.kind == "streams":
+            known = [one.facts["streams"] for one in others if one.kind == "streams"]
+            owned = {name: table[name] for name in first.facts["elsewhere"] for table in known if name in table}
+            first = replace(first, facts={"streams": first.facts["streams"] | owned})
+        found.append(first)
+    return found
 
 
 def _ends(trial: Trial) -> Finding:

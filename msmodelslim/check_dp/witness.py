@@ -272,8 +272,13 @@ class Witness:
         @functools.wraps(function)
         def agree(store: StatStore, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
             found = function(store, *args, **kwargs)
-            streams = {name: "" if one.value is None else digest(one.value) for name, one in found.items()}
-            self._add("streams", site=_site(), facts={"streams": streams})
+            elsewhere = [name for name, one in found.items() if one.is_elsewhere]
+            streams = {
+                name: "" if one.value is None else digest(one.value)
+                for name, one in found.items()
+                if not one.is_elsewhere
+            }
+            self._add("streams", site=_site(), facts={"streams": streams, "elsewhere": elsewhere})
             return found
 
         return agree

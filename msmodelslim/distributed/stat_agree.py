@@ -1,12 +1,14 @@
 """How the statistics of all ranks become one: facts first, then one flat bucket a kind of reduction.
 
 Extrema travel as integers in the order of the floats (one minimum, with maxima turned round), counts as one int64 sum,
-partial sums and scalars as bytes. Everything is combined by the same arithmetic when there is only one rank.
+partial sums and scalars as bytes: to every rank, or a sum that one rank owns to that rank alone. Everything is combined
+by the same arithmetic when there is only one rank.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,9 +18,9 @@ from torch import Tensor
 from msmodelslim.distributed import watchdog, wire
 from msmodelslim.distributed.dist_ops import from_ordered, to_ordered
 from msmodelslim.distributed.shard_tree import Node, Parts, ShardTree, tree_sum
+from msmodelslim.distributed.stat_checks import check_dealt, check_streams, compact, resolve_owners
 
 _ROUND_ELEMENTS = 1 << 22  # elements of partial sums that are combined at a time, over all ranks
-_SHOWN = 3  # mistakes an error lists
 
 
 class StatKind(StrEnum):
@@ -32,6 +34,7 @@ class StatKind(StrEnum):
 
 
 _EXTREMA = (StatKind.MIN, StatKind.MAX)
+_Batch = list[tuple[str, int, int]]  # stream, start, stop: elements that travel together
 
 
 @dataclass(frozen=True)
@@ -41,15 +44,22 @@ class Stat:
     Args:
         kind: what was measured.
         value: the extremum, count (int64) or sum in the stream's shape; for scalars float64, one a sample in global
-            order; None when no rank saw the stream.
-        samples: how many samples contributed, over all ranks; 0 is "never seen".
+            order; None when no rank saw the stream, and where another rank owns the sum.
+        samples: how many samples contributed, over all ranks, the same on every rank; 0 is "never seen".
         sample_ids: for scalars, the global numbers of the samples; else empty.
+        owner: of a sum, the place of the one rank that holds `value`; None when every rank does.
     """
 
     kind: StatKind
     value: Tensor | None
     samples: int
     sample_ids: tuple[int, ...] = ()
+    owner: int | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether there is a value, on another rank."""
+        return self.value is None and self.samples > 0
 
 
 @dataclass
@@ -105,20 +115,31 @@ def combine(
     tree: ShardTree,
     device: torch.device,
     local: Sequence[str] = (),
+    owners: Mapping[str, int] | None = None,
 ) -> dict[str, Stat]:
     """The streams of all members, or of this rank alone where there are none; uses up the partial sums of `own`."""
     tables = [{name: stream.facts() for name, stream in own.items()}]
+    locals_, given = [list(local)], [dict(owners or {})]
     if where is not None:
-        dealt = {"samples": tree.sample_count, "shards": tree.shards, "ids": _compact(tree.place)}
-        found = wire.exchange(where, call, {"streams": tables[0], "local": list(local), "dealt": dealt})
-        tables = [one["streams"] for one in found]
-        _check_dealt(where, call, [one["dealt"] for one in found])
-        _check_streams(where, call, tables, [one["local"] for one in found])
+        dealt = {"samples": tree.sample_count, "shards": tree.shards, "ids": compact(tree.place)}
+        facts = {"streams": tables[0], "local": locals_[0], "dealt": dealt, "owners": given[0]}
+        found = wire.exchange(where, call, facts)
+        tables, locals_, given = ([one[key] for one in found] for key in ("streams", "local", "owners"))
+        check_dealt(where, call, [one["dealt"] for one in found])
+        check_streams(where, call, tables, locals_)
     outlines, unseen = _union(tables)
+    kinds = {name: one.kind for name, one in outlines.items()} | unseen
+    sums = [name for name, kind in kinds.items() if kind is StatKind.SUM]
+    owner = resolve_owners(where, call, given, sums, locals_)
     values = _extrema(where, own, outlines, device) | _counts(where, own, outlines, device)
-    values |= _sums(where, own, outlines, tree.shards, device)
-    stats = {name: Stat(one.kind, values[name], sum(one.samples)) for name, one in outlines.items() if name in values}
-    return stats | _scalars(where, own, outlines, device) | {name: Stat(kind, None, 0) for name, kind in unseen.items()}
+    values |= _sums(where, own, outlines, owner, tree.shards, device)
+    stats = {
+        name: Stat(one.kind, values.get(name), sum(one.samples), owner=owner.get(name))
+        for name, one in outlines.items()
+        if one.kind is not StatKind.SCALAR
+    }
+    never = {name: Stat(kind, None, 0, owner=owner.get(name)) for name, kind in unseen.items()}
+    return stats | _scalars(where, own, outlines, device) | never
 
 
 def _union(tables: list[dict[str, dict]]) -> tuple[dict[str, _Outline], dict[str, StatKind]]:
@@ -199,48 +220,77 @@ def _sums(
     where: wire.Members | None,
     own: Mapping[str, Stream],
     outlines: dict[str, _Outline],
+    owner: Mapping[str, int],
     shards: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Element ranges of the streams, as many at a time as fit a round; each is added up by the tree on every rank."""
+    """Element ranges of the streams, as many at a time as fit a round, each added up by the tree where it is wanted.
+
+    Ranges without an owner go to every rank, the others to their owner alone: all owners take part in one round.
+    """
     sums = {name: one for name, one in outlines.items() if one.kind is StatKind.SUM}
-    totals = {name: torch.empty(one.shape.numel(), dtype=one.dtype, device=device) for name, one in sums.items()}
+    here, size = (0, 1) if where is None else (where.rank, where.size)
+    totals = {
+        name: torch.empty(one.shape.numel(), dtype=one.dtype, device=device)
+        for name, one in sums.items()
+        if owner.get(name, here) == here
+    }
     flats = {name: {node: part.reshape(-1) for node, part in own[name].parts.items()} for name in sums if name in own}
-    for batch in _rounds(sums):
-        pieces = [
+
+    def pieces(batch: _Batch) -> list[Tensor]:
+        """What this rank gives."""
+        return [
             wire.as_bytes(flats[name][node][start:stop])
             for name, start, stop in batch
             if name in flats
             for node in sorted(flats[name])
         ]
-        sizes = [
+
+    def sizes(batch: _Batch) -> list[list[int]]:
+        """Bytes of what each rank gives."""
+        return [
             [(stop - start) * sums[name].dtype.itemsize for name, start, stop in batch for _ in sums[name].nodes[rank]]
-            for rank in range(1 if where is None else where.size)
+            for rank in range(size)
         ]
-        gathered = [iter(row) for row in wire.gather_bytes(where, pieces, sizes, device)]
+
+    def add_up(batch: _Batch, gathered: list[list[Tensor]]) -> None:
+        rows = [iter(row) for row in gathered]
         for name, start, stop in batch:
             parts = {
-                node: next(gathered[rank]).view(sums[name].dtype)
+                node: next(rows[rank]).view(sums[name].dtype)
                 for rank, nodes in enumerate(sums[name].nodes)
                 for node in nodes
             }
             total = tree_sum(parts, shards)
             assert total is not None, f"{name} is listed without partial sums"
             totals[name][start:stop] = total
+
+    if where is not None and owner:
+        room = max(1, _ROUND_ELEMENTS // len(set(owner.values())))
+        queues = [
+            _rounds({name: one for name, one in sums.items() if owner.get(name) == member}, room)
+            for member in range(size)
+        ]
+        for batches in zip_longest(*queues, fillvalue=[]):
+            outgoing = [pieces(batch) for batch in batches]
+            add_up(batches[here], wire.deliver_bytes(where, outgoing, sizes(batches[here]), device))
+    to_all = {name: one for name, one in sums.items() if where is None or name not in owner}
+    for batch in _rounds(to_all, _ROUND_ELEMENTS):
+        add_up(batch, wire.gather_bytes(where, pieces(batch), sizes(batch), device))
     return {name: total.reshape(sums[name].shape) for name, total in totals.items()}
 
 
-def _rounds(sums: dict[str, _Outline]) -> list[list[tuple[str, int, int]]]:
-    """(stream, start, stop) batches of at most `_ROUND_ELEMENTS` elements, counted over all partial sums."""
-    batches: list[list[tuple[str, int, int]]] = [[]]
-    room = _ROUND_ELEMENTS
+def _rounds(sums: dict[str, _Outline], most: int) -> list[_Batch]:
+    """(stream, start, stop) batches of at most `most` elements, counted over all partial sums."""
+    batches: list[_Batch] = [[]]
+    room = most
     for name, one in sums.items():
         partials = sum(map(len, one.nodes))
         start, total = 0, one.shape.numel()
         while start < total:
-            if room < min(partials, _ROUND_ELEMENTS):
+            if room < min(partials, most):
                 batches.append([])
-                room = _ROUND_ELEMENTS
+                room = most
             stop = min(total, start + max(1, room // partials))
             batches[-1].append((name, start, stop))
             room -= (stop - start) * partials
@@ -269,52 +319,3 @@ def _scalars(
         value = torch.tensor([number for _, number in pairs], dtype=torch.float64, device=device)
         stats[name] = Stat(StatKind.SCALAR, value, len(pairs), tuple(sample for sample, _ in pairs))
     return stats
-
-
-def _check_streams(where: wire.Members, call: str, tables: list[dict[str, dict]], local: list[list[str]]) -> None:
-    """Every stream means the same on all ranks that have it, or all ranks raise."""
-    mistakes = []
-    for name in sorted({name for table in tables for name in table}):
-        for key in ("kind", "dtype", "shape"):
-            values = [table[name][key] if name in table else None for table in tables]
-            if len({str(value) for value in values if value is not None}) > 1:
-                known = [value if value is not None else "nothing" for value in values]
-                mistakes.append(f"{name!r}: {key} differs: {wire.by_rank(where, known)}")
-        alone = [rank for rank, names in zip(where.ranks, local, strict=True) if name in names]
-        if alone:
-            mistakes.append(f"{name!r}: local_only on rank {alone[0]} and shared on others")
-    if mistakes:
-        raise wire.RankMismatchError(f"{call}: {len(mistakes)} streams disagree: {'; '.join(mistakes[:_SHOWN])}")
-
-
-def _check_dealt(where: wire.Members, call: str, dealt: list[dict[str, Any]]) -> None:
-    """Every sample is on exactly one rank."""
-    for key in ("samples", "shards"):
-        wire.agree_on(where, call, f"number of {key}", [one[key] for one in dealt])
-    holder: dict[int, int] = {}
-    for rank, one in zip(where.ranks, dealt, strict=True):
-        for sample in _expand(one["ids"]):
-            if sample in holder:
-                raise wire.RankMismatchError(
-                    f"{call}: sample {sample} is on ranks {holder[sample]} and {rank}; deal each sample once"
-                )
-            holder[sample] = rank
-    missing = [sample for sample in range(dealt[0]["samples"]) if sample not in holder]
-    if missing:
-        raise wire.RankMismatchError(
-            f"{call}: no rank has sample {missing[0]} ({len(missing)} are missing); deal each once"
-        )
-
-
-def _compact(ids: Mapping[int, int]) -> list[int] | dict[str, int]:
-    """Sample numbers as they are, or as a range where they are one: short on the wire."""
-    listed = sorted(ids)
-    if len(listed) > 1:
-        step = listed[1] - listed[0]
-        if listed == list(range(listed[0], listed[-1] + 1, step)):
-            return {"start": listed[0], "stop": listed[-1] + 1, "step": step}
-    return listed
-
-
-def _expand(ids: list[int] | dict[str, int]) -> Sequence[int]:
-    return range(ids["start"], ids["stop"], ids["step"]) if isinstance(ids, dict) else ids

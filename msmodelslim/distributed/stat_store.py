@@ -16,6 +16,9 @@ order those are G. In `visit_order`, shard by shard with bit-reversed shards, si
 log2(G) + 1 suffice, as the digits of a binary counter. A shard whose samples lie on several ranks (dealt i mod R with
 R not a divisor of G) keeps one partial a sample and sends them all: exact, cheap for vectors, not for Gram matrices;
 deal those by `deal`, which gives every rank whole subtrees in visiting order.
+
+A large sum that one rank alone goes on with is best sent to that rank alone, its owner: the partials travel once, and
+only the owner allocates the total.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -112,21 +115,30 @@ class StatStore:
             raise ValueError(f"stream {name!r}: sample {sample_id} has a scalar already; give one a sample")
         stream.scalars[sample_id] = float(value)
 
-    def agree(self, shared: Callable[[str], bool] | DistHelper | None = None) -> Mapping[str, Stat]:
+    def agree(
+        self,
+        shared: Callable[[str], bool] | DistHelper | None = None,
+        *,
+        owners: Mapping[str, int] | None = None,
+    ) -> Mapping[str, Stat]:
         """Combine what all ranks have added since the last call, and begin anew. Every rank calls it, once a layer.
 
         Args:
             shared: which modules every rank holds; streams of other modules stay as this rank has them. A stream's
                 module is its name up to the first ":". None: all are shared.
+            owners: float sum, or module of float sums → the rank that alone receives it, by its place in the group as
+                `assign` gives it; the same on every rank. Sums without an owner go to every rank; what is said of
+                streams that are not shared is ignored.
 
         Returns:
             Stream name → statistic, sorted by name. Shared streams are equal on every rank, also those this rank
-            never saw.
+            never saw; but the value of a sum that has an owner is None on all other ranks.
 
         Raises:
-            RankMismatchError: a stream's kind, type or shape differs, it is shared on some ranks only, or the samples
-                were not dealt once each; the same on every rank, naming stream and ranks.
-            ValueError: a stream is named after no module of the `DistHelper`.
+            RankMismatchError: a stream's kind, type, shape or owner differs, it is shared on some ranks only, or the
+                samples were not dealt once each; the same on every rank, naming stream and ranks.
+            ValueError: a stream is named after no module of the `DistHelper`; an owner is none of the ranks, or is
+                given for what is no float sum.
         """
         call = "StatStore.agree"
         where = wire.members(self._group, call)
@@ -139,7 +151,7 @@ class StatStore:
         own = {name: stream for name, stream in streams.items() if is_shared[name]}
         found = combine(None, call, local, self._tree, self._device)
         with watchdog.waiting(f"{call} at {wire.call_site()}"):
-            found |= combine(where, call, own, self._tree, self._device, sorted(local))
+            found |= combine(where, call, own, self._tree, self._device, sorted(local), owners)
         return MappingProxyType(dict(sorted(found.items())))
 
     def _enter(self, name: str, kind: StatKind, sample: int, dtype: torch.dtype, shape: torch.Size) -> Stream:

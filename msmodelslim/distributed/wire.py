@@ -194,6 +194,36 @@ def gather_bytes(
     return result
 
 
+def deliver_bytes(
+    where: Members, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[int]], device: torch.device
+) -> list[list[Tensor]]:
+    """Hand each member its own list of flat uint8 tensors, in one collective; the caller bounds what travels at a time.
+
+    Args:
+        outgoing: for each member, the tensors that this rank hands to it, `as_bytes`.
+        incoming: for each member, bytes of each tensor that it hands to this rank, agreed before.
+
+    Returns:
+        For each member, what it handed to this rank, on `device`. A rank's own part does not travel.
+    """
+    away = [[] if member == where.rank else list(pieces) for member, pieces in enumerate(outgoing)]
+    sent = [sum(map(len, pieces)) for pieces in away]
+    due = [0 if member == where.rank else sum(row) for member, row in enumerate(incoming)]
+    empty = torch.empty(0, dtype=torch.uint8, device=where.device)
+    send = torch.cat([empty, *(piece.to(where.device) for pieces in away for piece in pieces)])
+    received = torch.empty(sum(due), dtype=torch.uint8, device=where.device)
+    watchdog.count_sent(send.nbytes)
+    dist.all_to_all_single(received, send, due, sent, group=where.group)
+    rows = received.split(due)
+    return [
+        [
+            piece.to(device, copy=True)
+            for piece in (outgoing[member] if member == where.rank else rows[member].split(list(incoming[member])))
+        ]
+        for member in range(where.size)
+    ]
+
+
 def broadcast_bytes(where: Members, pieces: Sequence[Tensor], owner: int) -> None:
     """Fill `pieces` (flat uint8) on every rank with what the member `owner` has in them, in bounded rounds."""
     total = sum(len(piece) for piece in pieces)
