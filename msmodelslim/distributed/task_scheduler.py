@@ -1,7 +1,7 @@
 """Independent tasks, each done by one rank, its results on all: who does what follows from names and costs alone."""
 
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,22 @@ from msmodelslim.distributed.failure import Catch, Failure, failure_of, first_of
 Task = Callable[[], Mapping[str, Tensor]]
 
 
-def assign(costs: Mapping[str, float], world_size: int) -> dict[str, int]:
+def assign(costs: Mapping[str, float], world_size: int, units: Sequence[Sequence[str]] = ()) -> dict[str, int]:
     """Which rank does which task: the most expensive first, each to the rank with the least work so far.
 
     Equal costs go by name and equal loads to the lower rank, so every rank computes the same answer.
 
     Args:
-        costs: expected cost of each task, in any unit, 0 or more.
+        costs: expected cost of each task, in any unit of work, 0 or more.
         world_size: number of ranks.
+        units: tasks that one rank must do together, as they share what only that rank has; a task in none of them
+            goes by itself. A unit costs as much as its tasks together, so there is no use in more ranks than units.
+
+    Returns:
+        Task → its rank.
 
     Raises:
-        ValueError: no rank, or a cost below 0.
+        ValueError: no rank, a cost below 0, or a task of several units or without a cost.
 
     Source: Graham, Bounds on multiprocessing timing anomalies, 1969 (at most 4/3 of the best makespan).
     """
@@ -32,20 +37,32 @@ def assign(costs: Mapping[str, float], world_size: int) -> dict[str, int]:
     for name, cost in costs.items():
         if not cost >= 0:
             raise ValueError(f"the cost of {name!r} is {cost}; give 0 or more")
+    unit_of: dict[str, str] = {}
+    for unit in units:
+        for name in unit:
+            if name in unit_of or name not in costs:
+                raise ValueError(f"{name!r} of a unit {'is in another one too' if name in unit_of else 'has no cost'}")
+            unit_of[name] = min(unit)
+    together: dict[str, float] = {}
+    for name in sorted(costs):
+        unit = unit_of.get(name, name)
+        together[unit] = together.get(unit, 0.0) + costs[name]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = {}
-    for name in sorted(costs, key=lambda name: (-costs[name], name)):
+    for unit in sorted(together, key=lambda name: (-together[name], name)):
         load, rank = heapq.heappop(loads)
-        owners[name] = rank
-        heapq.heappush(loads, (load + costs[name], rank))
-    return owners
+        owners[unit] = rank
+        heapq.heappush(loads, (load + together[unit], rank))
+    return {name: owners[unit_of.get(name, name)] for name in sorted(costs)}
 
 
 def run_tasks(
     tasks: Mapping[str, Task],
-    costs: Mapping[str, float],
+    costs: Mapping[str, float] | None = None,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
+    *,
+    owners: Mapping[str, int] | None = None,
 ) -> dict[str, dict[str, Tensor]]:
     """Run each task on one rank and give its tensors to all.
 
@@ -54,28 +71,37 @@ def run_tasks(
         costs: as in `assign`, the same on every rank.
         group: the ranks that share the work; all by default.
         device: where the results are put.
+        owners: instead of costs, which rank does which task, by its place in the group; what `assign` gave before.
 
     Returns:
         Task name → its tensors, the same bits on every rank.
 
     Raises:
         ModelslimError: a task failed; the same error on every rank, the earliest one, with its rank.
-        RankMismatchError: names or costs differ over the ranks.
-        ValueError: `costs` lacks a task.
+        RankMismatchError: names, costs or owners differ over the ranks.
+        ValueError: neither costs nor owners are given, or both; they lack a task; an owner is none of the ranks.
     """
     call = "run_tasks"
-    if tasks.keys() != costs.keys():
-        raise ValueError(f"tasks and costs name different things: {sorted(tasks.keys() ^ costs.keys())}")
     where = wire.members(group, call)
-    owners = assign(costs, 1 if where is None else where.size)
-    rank = 0 if where is None else where.rank
+    rank, size = (0, 1) if where is None else (where.rank, where.size)
+    if costs is not None and owners is None:
+        word, dealt = "costs", assign(costs, size)
+    elif owners is not None and costs is None:
+        word, dealt = "owners", dict(sorted(owners.items()))
+    else:
+        raise ValueError("run_tasks: give the costs of the tasks, or their owners")
+    if tasks.keys() != dealt.keys():
+        raise ValueError(f"tasks and {word} name different things: {sorted(tasks.keys() ^ dealt.keys())}")
     if where is not None:
-        tables = wire.exchange(where, call, {"owners": owners})
+        tables = wire.exchange(where, call, {"owners": dealt})
         wire.agree_on(where, call, "which rank does which task", [one["owners"] for one in tables])
-    own, failure = _run_own([name for name in sorted(tasks) if owners[name] == rank], tasks, where)
+    for name, owner in dealt.items():
+        if not 0 <= owner < size:
+            raise ValueError(f"the owner of task {name!r} is {owner}; give a place among the {size} ranks, from 0 on")
+    own, failure = _run_own([name for name in sorted(tasks) if dealt[name] == rank], tasks, where)
     results = {name: {key: one.to(device) for key, one in found.items()} for name, found in own.items()}
     if where is not None:
-        return _share(where, call, results, owners, failure, device)
+        return _share(where, call, results, dealt, failure, device)
     if failure is not None:
         raise failure.error()
     return results

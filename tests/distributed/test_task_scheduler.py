@@ -34,6 +34,47 @@ def test_no_rank_and_negative_costs_are_refused():
         run_tasks({"a": dict}, {"a": 1, "b": 1})
 
 
+def test_a_unit_is_dealt_as_one_task_that_costs_the_sum():
+    costs = {"q": 3, "k": 1, "v": 1, "o": 4, "gate": 3, "up": 3, "down": 4}
+    # gate+up 6 to 0, k+q+v 5 to 1, down 4 to 1 (9), o 4 to 0 (10)
+    units = [["q", "k", "v"], ["up", "gate"]]
+    assert assign(costs, 2, units) == {"down": 1, "gate": 0, "k": 1, "o": 0, "q": 1, "up": 0, "v": 1}
+    assert assign(costs, 2, []) == assign(costs, 2, [[name] for name in costs])
+    assert set(assign(costs, 9, units).values()) == {0, 1, 2, 3}
+
+
+def test_units_that_overlap_or_name_no_task_are_refused():
+    with pytest.raises(ValueError, match="'b' of a unit is in another one too"):
+        assign({"a": 1, "b": 1, "c": 1}, 2, [["a", "b"], ["b", "c"]])
+    with pytest.raises(ValueError, match="'d' of a unit has no cost"):
+        assign({"a": 1}, 2, [["a", "d"]])
+
+
+def test_costs_or_owners_are_given_and_owners_are_ranks():
+    for options in ({}, {"costs": {"a": 1}, "owners": {"a": 0}}):
+        with pytest.raises(ValueError, match="run_tasks: give the costs of the tasks, or their owners"):
+            run_tasks({"a": dict}, **options)
+    with pytest.raises(ValueError, match=r"tasks and owners name different things: \['b'\]"):
+        run_tasks({"a": dict}, owners={"a": 0, "b": 0})
+    with pytest.raises(ValueError, match="the owner of task 'a' is 1; give a place among the 1 ranks, from 0 on"):
+        run_tasks({"a": dict}, owners={"a": 1})
+
+
+def where_told(rank: int, owners: list[dict[str, int]]) -> dict:
+    return run_tasks({"a": lambda: {"rank": torch.tensor(rank)}, "b": lambda: {"rank": torch.tensor(rank)}},
+                     owners=owners[rank])  # fmt: skip
+
+
+def test_owners_that_are_given_do_the_tasks(run_ranks):
+    for found in run_ranks(3, where_told, [{"a": 2, "b": 1}] * 3):
+        assert (found["a"]["rank"].item(), found["b"]["rank"].item()) == (2, 1)
+
+
+def test_owners_that_differ_are_told_on_every_rank(run_ranks):
+    for error in run_ranks.errors(2, where_told, [{"a": 0, "b": 0}, {"a": 0, "b": 1}]):
+        assert isinstance(error, RankMismatchError) and "run_tasks: which rank does which task differs" in str(error)
+
+
 def square(i: int) -> dict[str, torch.Tensor]:
     value = torch.arange(float(i + 1)) ** 2
     return {"codes": value.to(torch.int8), "scale": value.to(torch.bfloat16), "none": torch.empty(0)} if i % 4 else {}
