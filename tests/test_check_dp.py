@@ -209,6 +209,32 @@ def test_answers_of_is_shared_that_differ_are_told_by_rank() -> None:
     )
 
 
+def test_sums_that_one_rank_owns_pass() -> None:
+    weight = {"dtype": "int4", "scope": "per_channel", "method": "gptq"}
+    found = check({"type": "linear_quant", "qconfig": {"weight": weight}}, ranks=3)
+    assert {one.verdict for one in found} == {Verdict.HOLDS}
+
+
+@pytest.mark.parametrize(
+    ("digest", "told"), [("same", ""), ("other", "; the first statistic that differs is a of step")]
+)
+def test_a_sum_that_another_rank_owns_is_compared_as_that_rank_holds_it(digest: str, told: str) -> None:
+    def noted(streams: dict[str, str], elsewhere: list[str], tensor: str) -> list[Event]:
+        state = {"attributes": {}, "tensors": {"w": tensor}, "syncs": False}
+        facts = {"streams": streams, "elsewhere": elsewhere}
+        return [
+            Event("streams", 7, "layer", "step", facts=facts),
+            Event("state", 7, "layer", "step", what="after", facts=state),
+            Event("end", 7),
+        ]
+
+    alone = Trial(1, 7, [noted({"a": "same"}, [], "1")], ResultFiles({"w": ("F32", "[1]", "1")}, {}))
+    ranks = [noted({}, ["a"], "2"), noted({"a": digest, "expert1": "own"}, [], "2")]
+    failed = only_failure(diagnose([alone, Trial(2, 7, ranks, ResultFiles({"w": ("F32", "[1]", "2")}, {}))]))
+    assert failed.condition is Condition.RESULT
+    assert failed.where.endswith(f"w has other values than on one rank; layer differs first after step{told}")
+
+
 def test_a_number_that_differs_and_changes_nothing_is_a_note() -> None:
     found = check("twin_keeps", W8A8)
     (note,) = [one for one in found if one.verdict is Verdict.NOTE]

@@ -1,9 +1,11 @@
 """What calibration says of the inputs of linears: XᵀX over all tokens, the same bits on any number of ranks.
 
-Linears that read one tensor (q, k and v; gate and up) share one sum. Letters: T tokens, I input columns.
+Linears that read one tensor (q, k and v; gate and up) share one sum, and one rank that rounds them all can be its only
+holder. Letters: T tokens, I input columns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,20 @@ from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
+
+
+@dataclass(frozen=True)
+class AgreedGram:
+    """What all ranks together saw of a linear's input.
+
+    Args:
+        sums: XᵀX, float32 (float64 for such inputs) [I, I], or its diagonal [I]; None where another rank owns it, and
+            when no token reached the linear.
+        tokens: rows of X, the same on every rank.
+    """
+
+    sums: Tensor | None
+    tokens: int
 
 
 class GramObserver:
@@ -40,10 +56,10 @@ class GramObserver:
             module: the first of them.
             diagonal: keep the sums of squares alone.
         """
-        owner = names[0]
-        self._streams |= dict.fromkeys(names, owner)
-        self._store.declare(f"{owner}:gram", StatKind.SUM)
-        self._store.declare(f"{owner}:tokens", StatKind.COUNT)
+        first = names[0]
+        self._streams |= dict.fromkeys(names, first)
+        self._store.declare(f"{first}:gram", StatKind.SUM)
+        self._store.declare(f"{first}:tokens", StatKind.COUNT)
 
         def measure(_: nn.Module, args: tuple[Any, ...]) -> None:
             x_TI = args[0].reshape(-1, args[0].shape[-1])
@@ -51,8 +67,8 @@ class GramObserver:
                 return
             x_TI = x_TI if x_TI.dtype is torch.float64 else x_TI.float()
             sums = x_TI.square().sum(0) if diagonal else x_TI.T @ x_TI
-            self._store.add_sum(f"{owner}:gram", self._sample_id(), sums)
-            self._store.add_count(f"{owner}:tokens", self._sample_id(), torch.tensor(len(x_TI)))
+            self._store.add_sum(f"{first}:gram", self._sample_id(), sums)
+            self._store.add_count(f"{first}:tokens", self._sample_id(), torch.tensor(len(x_TI)))
 
         self._handles.append(module.register_forward_pre_hook(measure))
 
@@ -62,15 +78,31 @@ class GramObserver:
             handle.remove()
         self._handles.clear()
 
-    def agree(self, is_shared: Callable[[str], bool]) -> Mapping[str, tuple[Tensor, int] | None]:
-        """Linear → (sums over all ranks, tokens), None when no token reached it; every rank calls it once a layer.
+    def agree(
+        self, is_shared: Callable[[str], bool], owners: Mapping[str, int] | None = None
+    ) -> Mapping[str, AgreedGram]:
+        """Linear → sums over all ranks; the same object for the same input. Every rank calls it, once a layer.
 
         Args:
             is_shared: whether all ranks hold this linear.
+            owners: linear → the rank that alone needs the sums; all ranks get those of the others.
+
+        Raises:
+            ValueError: linears that read the same tensor have different owners.
         """
-        found = self._store.agree(is_shared)
-        result: dict[str, tuple[Tensor, int] | None] = {}
-        for name, owner in self._streams.items():
-            sums, tokens = found[f"{owner}:gram"].value, found[f"{owner}:tokens"].value
-            result[name] = None if sums is None or tokens is None else (sums, int(tokens))
-        return result
+        owners = owners or {}
+        chosen: dict[str, int] = {}
+        for name, first in self._streams.items():
+            if owners.get(name) != owners.get(first):
+                raise ValueError(
+                    f"{first} and {name} share one sum, but their owners are {owners.get(first)} and "
+                    f"{owners.get(name)}; deal linears with the same input to one rank"
+                )
+            if first in owners:
+                chosen[f"{first}:gram"] = owners[first]
+        found = self._store.agree(is_shared, owners=chosen)
+        grams = {}
+        for first in set(self._streams.values()):
+            tokens = found[f"{first}:tokens"].value
+            grams[first] = AgreedGram(found[f"{first}:gram"].value, 0 if tokens is None else int(tokens))
+        return {name: grams[first] for name, first in self._streams.items()}

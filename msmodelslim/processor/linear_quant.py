@@ -19,7 +19,7 @@ from msmodelslim.observer.gram import GramObserver
 from msmodelslim.processor.act_range import ActConfig, ActRanges, FoundRange
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
-from msmodelslim.processor.rounding import round_weights
+from msmodelslim.processor.rounding import deal_linears, round_weights
 from msmodelslim.registry import lookup, names, nearest, register
 from msmodelslim.weight.base import Gram, WeightMethod
 
@@ -212,6 +212,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
         self._method = _method(config.qconfig.weight.method)(config.qconfig.weight.ext)
         self._ranges: ActRanges | None = None
         self._grams: GramObserver | None = None
+        self._units: list[list[str]] = []  # linears that share a Gram
         self._shared: frozenset[str] | None = None  # linears that all ranks hold; None in a run of one rank
 
     @classmethod
@@ -283,32 +284,41 @@ class LinearQuantProcessor(BaseSessionProcessor):
         if self._scheme.act.is_static:
             self._ranges = ActRanges(self.config.qconfig.act, lambda: request.sample_id)
             self._ranges.watch(self._linears)
+        if dist.is_initialized():
+            # Asked now: another step of the same forward may replace its linears before this one finishes.
+            helper = DistHelper(request.module, prefix=request.name)
+            self._shared = frozenset(name for name in self._linears if helper.is_shared(name))
         if self._method.needs_gram:
             device = self.context.device
             ids, count = request.sample_ids, request.sample_count
             self._grams = GramObserver(ids, count, lambda: request.sample_id, device)
             structure = self.context.adapter.structure(request.module)
-            for group in structure.input_groups(request.name, list(self._linears)):
-                self._grams.watch(group, self._linears[group[0]], self._method.diagonal_suffices)
-        if dist.is_initialized():
-            # Asked now: another step of the same forward may replace its linears before this one finishes.
-            helper = DistHelper(request.module, prefix=request.name)
-            self._shared = frozenset(name for name in self._linears if helper.is_shared(name))
+            for is_shared in (True, False):  # apart, as all ranks know of the former only
+                selected = [name for name in self._linears if self._is_shared(name) is is_shared]
+                self._units += structure.input_groups(request.name, selected)
+            for unit in self._units:
+                self._grams.watch(unit, self._linears[unit[0]], self._method.diagonal_suffices)
 
     def postprocess(self, request: BatchProcessRequest) -> None:
         ranges: dict[str, FoundRange] = {}
         grams: dict[str, Gram | None] = {}
+        owners = self._owners()
         if self._grams is not None:
             self._grams.close()
-            for name, seen in self._grams.agree(self._is_shared).items():
-                grams[name] = None if seen is None else Gram(*seen)
+            found = self._grams.agree(self._is_shared, owners)
+            for unit in self._units:
+                seen = found[unit[0]]
+                if seen.tokens == 0:
+                    grams |= dict.fromkeys(unit, None)
+                elif seen.sums is not None:  # else another rank rounds these
+                    grams |= dict.fromkeys(unit, Gram(seen.sums, seen.tokens))
         rounded = round_weights(
             self._method,
             {name: linear.weight.detach() for name, linear in self._linears.items()},
             self._scheme.weight,
             grams,
             self.context.adapter.dtype,
-            self._is_shared,
+            owners,
             self.context.device,
         )
         if self._ranges is not None:  # after the weights: a weight that is not finite makes inputs that are not
@@ -317,15 +327,23 @@ class LinearQuantProcessor(BaseSessionProcessor):
         for name in list(self._linears):
             _replace(request, name, self._deploy(name, self._linears.pop(name), *rounded.pop(name), ranges.get(name)))
         self._ranges = self._grams = self._shared = None
+        self._units = []
 
     def abort(self) -> None:
         for watching in (self._ranges, self._grams):
             if watching is not None:
                 watching.close()
         self._linears.clear()
+        self._units.clear()
 
     def _is_shared(self, name: str) -> bool:
         return self._shared is None or name in self._shared
+
+    def _owners(self) -> dict[str, int]:
+        """Which rank rounds which of the linears that are dealt out."""
+        shapes = {name: linear.weight.shape for name, linear in self._linears.items() if self._is_shared(name)}
+        units = [unit for unit in self._units if unit[0] in shapes]
+        return deal_linears(self._method, shapes, units, dist.get_world_size() if dist.is_initialized() else 1)
 
     def _deploy(
         self, name: str, linear: nn.Linear, codes: WeightCodes, record: dict[str, Any], seen: FoundRange | None
