@@ -24,8 +24,8 @@ from msmodelslim.saver.stored import BaseReader, Finding, StoredModel
 from msmodelslim.saver.tied_head import EMBEDDING_NAMES, HEAD_NAMES, outermost, says_tied, tied_head
 
 _SLACK = 1.05  # of what plain rounding may move a row
-#: Error feedback may move a row further, but hardly by this share of its size; a scale twice too large does, by 1.
-_SEARCHED_SHARE = 0.7
+#: Error feedback may move a row further, but few by this share of their size; a scale twice too large does, by 1.
+_SEARCHED_SHARE, _SEARCHED_ROWS, _SEARCHED_MOST = 0.7, 0.01, 2.0
 _LEFTOVERS = ("*.bin", "*.pt", "*.pth", "consolidated*")
 
 
@@ -117,7 +117,7 @@ def verify(
     for module, kind in kinds.items():
         if module not in broken:
             known = None if f"{module}.weight" in changed else checkpoint
-            _check_linear(reader, module, kind, known, found, _SEARCHED_SHARE if module in free else 0.0)
+            _check_linear(reader, module, kind, known, found, module in free)
     if checkpoint is not None:
         found.findings += _check_carried(stored, kinds, checkpoint, changed)
         found.findings += _check_side_files(path, checkpoint)
@@ -198,7 +198,7 @@ def _as_numbers(piece: Tensor, suffix: str) -> Tensor:
 
 
 def _check_linear(
-    reader: BaseReader, module: str, kind: str, checkpoint: Checkpoint | None, found: Verification, share: float
+    reader: BaseReader, module: str, kind: str, checkpoint: Checkpoint | None, found: Verification, free: bool
 ) -> None:
     """Its tensors among each other, and its weight against the source's."""
     linear = reader.restore(module)
@@ -217,7 +217,7 @@ def _check_linear(
         return
     errors = row_errors(weight_OI, linear.weight_codes, linear.scheme.weight)
     found.worst[kind] = max(found.worst.get(kind, (0.0, module)), (errors.relative, module))
-    rows = errors.unexplained(_SLACK, share)
+    rows = errors.beyond(_SEARCHED_SHARE, _SEARCHED_MOST, _SEARCHED_ROWS) if free else errors.unexplained(_SLACK)
     if len(rows):
         row = int(rows[0])
         size = float(errors.sizes[row]) or 1.0

@@ -39,10 +39,21 @@ class RowErrors:
         error = float(self.errors.square().sum().sqrt())
         return error / size if size else (float("inf") if error else 0.0)
 
-    def unexplained(self, slack: float, share: float = 0.0) -> Tensor:
-        """Indices of rows off by more than `slack` bounds and more than `share` of ‖w‖, or that are no numbers."""
-        limits = torch.maximum(slack * self.bounds, share * self.sizes)
-        return (~(self.errors <= limits)).nonzero().squeeze(1)
+    def unexplained(self, slack: float) -> Tensor:
+        """Indices of rows off by more than `slack` bounds, or that are no numbers."""
+        return (~(self.errors <= slack * self.bounds)).nonzero().squeeze(1)
+
+    def beyond(self, share: float, most: float, rows: float) -> Tensor:
+        """Indices of rows off by more than `share` of their size, where that is no exception.
+
+        Error feedback lets a small row pay for what others lost, so single rows may be far off. More than `rows` of all
+        rows, or the weight as a whole, are not, nor is a row by more than `most` of its size.
+        """
+        limits = torch.maximum(share * self.sizes, self.bounds)
+        over_O = ~(self.errors <= limits)
+        far_O = ~(self.errors <= torch.maximum(most * self.sizes, self.bounds))
+        exceptions = int(over_O.sum()) <= max(1, rows * len(over_O)) and self.relative <= share
+        return (far_O if exceptions else over_O).nonzero().squeeze(1)
 
 
 def row_errors(source_OI: Tensor, codes: WeightCodes, scheme: QScheme) -> RowErrors:

@@ -71,6 +71,25 @@ def test_a_number_that_is_none_is_unexplained() -> None:
     assert row_errors(weight, codes, r.INT8).unexplained(1.05).tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    ("off", "named"),
+    [
+        ({7: 1.0}, []),  # an exception
+        ({7: 1.0, 9: 1.5}, []),  # 1 % of the rows
+        ({7: 1.0, 9: 1.0, 11: 1.0}, [7, 9, 11]),
+        ({7: 2.5}, [7]),
+        ({7: float("nan")}, [7]),
+        (dict.fromkeys(range(200), 0.8), list(range(200))),
+    ],
+)
+def test_error_feedback_may_move_single_rows_far_but_not_many(off: dict[int, float], named: list[int]) -> None:
+    errors = torch.full((200,), 0.3, dtype=torch.float64)
+    for row, error in off.items():
+        errors[row] = error
+    found = rounding_bound.RowErrors(errors, errors.new_full((200,), 0.2), errors.new_ones(200))
+    assert found.beyond(share=0.7, most=2.0, rows=0.01).tolist() == named
+
+
 def test_an_all_zero_weight_has_no_error() -> None:
     weight = torch.zeros(4, 32)
     assert row_errors(weight, quantize_weight(weight, r.INT8), r.INT8).relative == 0.0
