@@ -10,6 +10,7 @@ test. Every `t_*` function writes a directory and returns its path.
 | t_tied  | embedding and head are one tensor, stored once |
 | t_fp8   | linears in float8_e4m3fn with block scales, widths no multiple of 128; and the same weights in bfloat16 |
 | t_mtp   | t_dense and tensors that the module tree has no place for |
+| t_gemma2 | four norms a layer: an architecture of no known family, whose layer has parts of its own |
 """
 
 import json
@@ -103,6 +104,18 @@ def t_mtp(directory: Path, family: str = "llama", **options: Any) -> Path:
     }.items():
         tensors[name] = _values(name, shape, generator).to(torch.bfloat16)
     tensors["visual.steps"] = torch.tensor([3, 1, 4], dtype=torch.int64)
+    return write_checkpoint(directory, full, tensors)
+
+
+def t_gemma2(directory: Path) -> Path:
+    """Write a model whose layer has two norms more than usual, each of which multiplies by 1 + its weight."""
+    more = {"architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64}
+    full = model_config("llama", torch.bfloat16, **more, model_type="gemma2", attention_bias=False)
+    del full["mlp_bias"]
+    tensors = dense_tensors(full, 0, torch.bfloat16)
+    for index in range(full["num_hidden_layers"]):
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            tensors[f"model.layers.{index}.{norm}.weight"] = torch.full((64,), 0.25, dtype=torch.bfloat16)
     return write_checkpoint(directory, full, tensors)
 
 

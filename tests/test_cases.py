@@ -373,6 +373,50 @@ def test_verify_names_a_scale_that_is_off_by_two(
     assert "1 finding\n" in out
 
 
+# --- layers and numbers
+
+
+@savers
+def test_a_layer_whose_parts_are_not_known_is_quantized_with_a_warning(
+    saver: str, quant: Quant, tmp_path: Path
+) -> None:
+    source = fixtures.t_gemma2(tmp_path / "gemma2")
+    weight = "{weight: {dtype: int4, scope: per_channel, symmetric: true, method: gptq}}"
+    done = quant(recipe(step(STATIC if saver == "ascendv1_saver" else weight), saver=saver), source=source)
+    assert done.code == 0, done.err
+    assert len(done.report["modules"]) == 14
+    (warning,) = [sentence for sentence in done.report["warnings"] if "not the usual ones" in sentence]
+    assert warning.startswith("the parts of Gemma2DecoderLayer are not the usual ones: pre_feedforward_layernorm bes")
+    assert warning.endswith("so nobody checked that linears which engines fuse have one scheme and one input scale")
+    assert warning in done.out
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("steps", "saver", "said"),
+    [
+        (
+            ["    - {type: smooth_quant}\n", step()],
+            "compressed_tensors",
+            "leave out the steps that need the structure of a layer (smoothing, rotation)",
+        ),
+        (
+            [step(DYNAMIC.replace("weight: {dtype: int8", "weight: {dtype: int4"))],
+            "ascendv1_saver, target: vllm-ascend-0.23",
+            "model.layers.0.self_attn.q_proj: W4A8_DYNAMIC of ascendV1 depends on whether engines split the linear "
+            "along its input, but the parts of Gemma2DecoderLayer are not the usual ones",
+        ),
+    ],
+    ids=["smoothing", "sums of the parts of an input"],
+)
+def test_what_needs_the_parts_of_a_layer_is_refused_where_they_are_not_known(
+    steps: list[str], saver: str, said: str, quant: Quant, tmp_path: Path
+) -> None:
+    done = quant(recipe(*steps, saver=saver), source=fixtures.t_gemma2(tmp_path / "gemma2"))
+    assert done.code == 1
+    assert said in done.err
+
+
 # --- told early
 
 Prepare = Callable[[Path, Path], list[str]]

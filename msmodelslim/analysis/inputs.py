@@ -65,7 +65,7 @@ class InputAnalysis(BaseSessionProcessor):
             for name, module in request.module.named_modules(prefix=request.name)
             if isinstance(module, nn.Linear) and self.selection.selects(name)
         }
-        structure = self.context.adapter.structure(request.module)
+        structure, _ = self.context.structure_if_known(request.module)
         self._groups = structure.input_groups(request.name, list(linears))
         self._ranges = MinMaxObserver(lambda: request.sample_id)
         if self.config.metric == "quantile":

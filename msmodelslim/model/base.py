@@ -84,7 +84,11 @@ class ModelSlimPipelineInterfaceV1(ABC):
 
     @abstractmethod
     def structure(self, layer: nn.Module) -> LayerStructure:
-        """The parts of one decoder layer."""
+        """The parts of one decoder layer.
+
+        Raises:
+            UnsupportedError: they are not known; says which part is unusual.
+        """
 
     @abstractmethod
     def load_module(self, name: str, module: nn.Module, device: torch.device) -> None:

@@ -13,7 +13,9 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
+from msmodelslim.errors import UnsupportedError
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
+from msmodelslim.model.structure import LayerStructure
 
 
 @dataclass
@@ -94,6 +96,13 @@ class RunContext:
     device: torch.device
     record: RunRecord
     seed: int = 42
+
+    def structure_if_known(self, layer: nn.Module) -> tuple[LayerStructure, str]:
+        """The parts of one decoder layer and "", or no parts and why they are not known."""
+        try:
+            return self.adapter.structure(layer), ""
+        except UnsupportedError as error:
+            return LayerStructure(), error.message
 
 
 class BaseSessionProcessor:

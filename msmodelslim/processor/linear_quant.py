@@ -292,7 +292,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
             device = self.context.device
             ids, count = request.sample_ids, request.sample_count
             self._grams = GramObserver(ids, count, lambda: request.sample_id, device)
-            structure = self.context.adapter.structure(request.module)
+            structure, _ = self.context.structure_if_known(request.module)
             for is_shared in (True, False):  # apart, as all ranks know of the former only
                 selected = [name for name in self._linears if self._is_shared(name) is is_shared]
                 self._units += structure.input_groups(request.name, selected)

@@ -136,6 +136,11 @@ class AscendV1Saver(BaseSaver):
                 "choose a scheme of one of these, exclude the module, or set the saver's target",
             )
         self._refuse_size(name, kind, module)
+        if kind == "W4A8_DYNAMIC" and (why := self.unknown_parts(name)):
+            raise UnsupportedError(
+                f"{name}: {kind} of ascendV1 depends on whether engines split the linear along its input, but {why}",
+                "choose another scheme for it",
+            )
         return OLD_FP8_KIND if kind == "W8A8FP8_DYNAMIC" and self.config.target == "unchecked" else kind
 
     def _refuse_size(self, name: str, kind: str, module: QuantLinear) -> None:

@@ -105,6 +105,7 @@ class BaseSaver(BaseSessionProcessor):
         self._head = TiedHead(None)
         self._side = SideFiles()
         self._documents: dict[str, str] = {}
+        self._unknown: dict[str, str] = {}  # layer → why its parts are not known
         self._layers = frozenset(context.adapter.layer_names)
         self._writer: ShardWriter | None = None
         self._plan: ShardPlan | None = None
@@ -140,9 +141,8 @@ class BaseSaver(BaseSessionProcessor):
     def rehearse(self, request: BatchProcessRequest) -> None:
         linears = _linears(request)
         self._refuse_mixed_groups(request, linears)
-        self.row_parallel |= {
-            f"{request.name}.{part}" for part in self.context.adapter.structure(request.module).row_parallel
-        }
+        structure, self._unknown[request.name] = self.context.structure_if_known(request.module)
+        self.row_parallel |= {f"{request.name}.{part}" for part in structure.row_parallel}
         source = self.context.adapter.checkpoint.tensors
         for name, module in linears.items():
             tensors, self.kinds[name] = self.export(name, module)
@@ -301,6 +301,10 @@ class BaseSaver(BaseSessionProcessor):
                 "give a --save_path on a file system that all machines share",
             )
 
+    def unknown_parts(self, module: str) -> str:
+        """Why it is not known how the parts of the module's layer hang together; "" where it is."""
+        return self._unknown.get(self._layer_of(module), "")
+
     def _layer_of(self, module: str) -> str:
         layers = self._layers
         parts = module.split(".")
@@ -325,6 +329,8 @@ class BaseSaver(BaseSessionProcessor):
                 f"config.json says the embeddings are tied, but {self._head.name} differs from them: both are written, "
                 "and tie_word_embeddings is false now"
             )
+        for why in dict.fromkeys(filter(None, self._unknown.values())):
+            yield f"{why}; so nobody checked that linears which engines fuse have one scheme and one input scale"
         if self._decoded:
             word = str(self.context.adapter.dtype).removeprefix("torch.")
             yield f"{len(self._decoded)} block-FP8 weights that stay float are written in {word}"
@@ -353,7 +359,8 @@ class BaseSaver(BaseSessionProcessor):
 
     def _fused(self, request: BatchProcessRequest) -> Iterator[list[str]]:
         known = {name for name, _ in request.module.named_modules()}
-        for parts in self.context.adapter.structure(request.module).fused:
+        structure, _ = self.context.structure_if_known(request.module)
+        for parts in structure.fused:
             present = [f"{request.name}.{part}" for part in parts if part in known]
             if len(present) > 1:
                 yield present

@@ -22,8 +22,8 @@ def token_samples(count: int = 4, length: int = 12, vocabulary: int = 320) -> li
     ]
 
 
-def context_for(model_path: Path) -> RunContext:
-    adapter = open_model(model_path, None)
+def context_for(model_path: Path, model_type: str | None = None) -> RunContext:
+    adapter = open_model(model_path, model_type)
     return RunContext(adapter, adapter.init_model(CPU), CPU, RunRecord())
 
 
