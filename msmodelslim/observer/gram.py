@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.observer.min_max import NO_SAMPLE
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,12 @@ class AgreedGram:
         sums: XᵀX, float32 (float64 for such inputs) [I, I], or its diagonal [I]; None where another rank owns it, and
             when no token reached the linear.
         tokens: rows of X, the same on every rank.
+        first_bad: global index of the first sample whose sums are not finite, the same on every rank; None without one.
     """
 
     sums: Tensor | None
     tokens: int
+    first_bad: int | None = None
 
 
 class GramObserver:
@@ -60,6 +63,7 @@ class GramObserver:
         self._streams |= dict.fromkeys(names, first)
         self._store.declare(f"{first}:gram", StatKind.SUM)
         self._store.declare(f"{first}:tokens", StatKind.COUNT)
+        self._store.declare(f"{first}:first bad", StatKind.MIN)
 
         def measure(_: nn.Module, args: tuple[Any, ...]) -> None:
             x_TI = args[0].reshape(-1, args[0].shape[-1])
@@ -69,6 +73,9 @@ class GramObserver:
             sums = x_TI.square().sum(0) if diagonal else x_TI.T @ x_TI
             self._store.add_sum(f"{first}:gram", self._sample_id(), sums)
             self._store.add_count(f"{first}:tokens", self._sample_id(), torch.tensor(len(x_TI)))
+            squares_I = sums if diagonal else sums.diagonal()  # no product is larger than its two squares
+            bad = torch.where(squares_I.isfinite().all(), NO_SAMPLE, self._sample_id())
+            self._store.add_min(f"{first}:first bad", self._sample_id(), bad)
 
         self._handles.append(module.register_forward_pre_hook(measure))
 
@@ -103,6 +110,10 @@ class GramObserver:
         found = self._store.agree(is_shared, owners=chosen)
         grams = {}
         for first in set(self._streams.values()):
-            tokens = found[f"{first}:tokens"].value
-            grams[first] = AgreedGram(found[f"{first}:gram"].value, 0 if tokens is None else int(tokens))
+            tokens, bad = found[f"{first}:tokens"].value, found[f"{first}:first bad"].value
+            grams[first] = AgreedGram(
+                found[f"{first}:gram"].value,
+                0 if tokens is None else int(tokens),
+                None if bad is None or int(bad) == NO_SAMPLE else int(bad),
+            )
         return {name: grams[first] for name, first in self._streams.items()}

@@ -311,7 +311,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
                 if seen.tokens == 0:
                     grams |= dict.fromkeys(unit, None)
                 elif seen.sums is not None:  # else another rank rounds these
-                    grams |= dict.fromkeys(unit, Gram(seen.sums, seen.tokens))
+                    grams |= dict.fromkeys(unit, Gram(seen.sums, seen.tokens, seen.first_bad))
         rounded = round_weights(
             self._method,
             {name: linear.weight.detach() for name, linear in self._linears.items()},

@@ -29,11 +29,13 @@ class Gram:
         sum_II: XᵀX over all tokens of all ranks, float32 [I, I]; its diagonal alone, [I], is enough for a method whose
             `diagonal_suffices`. On the weight's device.
         tokens: how many rows X has; 0 when no token reached the linear.
+        first_bad: number of the first calibration sample that makes the sums infinite or NaN, for errors.
         prepared: what a method derives of the matrix and wants again. Give linears with the same input the same object.
     """
 
     sum_II: Tensor  # noqa: N815 - a tensor's name ends in its axes
     tokens: int
+    first_bad: int | None = None
     prepared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def diagonal(self) -> Tensor:
@@ -142,8 +144,9 @@ def refuse_gram(gram: Gram, in_features: int, name: str) -> None:
         raise ValueError(f"{name}: a Gram matrix {tuple(gram.sum_II.shape)} for {in_features} input features")
     if not _is_finite(gram.sum_II):
         raise InvalidModelError(
-            f"{name}: the sums of squares of its inputs are not finite",
-            "find the calibration sample whose activations overflow, or exclude the module",
+            f"{name}: the sums of squares of its inputs are not finite"
+            + ("" if gram.first_bad is None else f", from calibration sample {gram.first_bad} on"),
+            "take the sample out whose activations overflow, or exclude the module",
         )
 
 

@@ -43,7 +43,8 @@ def test_linears_of_one_input_share_one_gram_on_its_owner_alone(
     alone = run_ranks(1, observe, 1, {})[0] if not diagonal else None
     for rank, found in enumerate(answers):
         assert found["q"] is found["k"]
-        assert found["unreached"] == AgreedGram(None, 0)
+        assert found["unreached"] == AgreedGram(None, 0, None)
+        assert found["q"].first_bad is None
         for name, factor in (("q", 1), ("o", 4)):
             assert found[name].tokens == len(x)
             if rank != owners[name]:
@@ -52,6 +53,25 @@ def test_linears_of_one_input_share_one_gram_on_its_owner_alone(
             torch.testing.assert_close(found[name].sums.double(), exact * factor, rtol=1e-6, atol=1e-5)
             if alone is not None:
                 assert torch.equal(found[name].sums, alone[name].sums)
+
+
+def observe_overflow(rank: int, world_size: int, value: float) -> dict[str, AgreedGram]:
+    """Sample 3 of 5 holds the value, and so does sample 4."""
+    own = list(range(rank, 5, world_size))
+    linear, current = nn.Linear(6, 2), -1
+    observer = GramObserver(own, 5, lambda: current, torch.device("cpu"))
+    observer.watch(("q", "k"), linear, False)
+    for current in own:
+        linear(x_of(current).index_fill(1, torch.tensor([2]), value if current >= 3 else 0.0))
+    return dict(observer.agree(lambda name: True, {"q": 0, "k": 0}))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e25])
+def test_every_rank_knows_the_first_sample_whose_squares_are_not_finite(run_ranks: RankRunner, value: float) -> None:
+    """C26"""
+    for world_size in (1, 3):
+        for found in run_ranks(world_size, observe_overflow, world_size, value):
+            assert found["k"].first_bad == 3
 
 
 def test_without_owners_every_rank_has_the_sums(run_ranks: RankRunner) -> None:

@@ -162,6 +162,60 @@ def test_a_sample_that_is_not_finite_is_named_with_module_and_number(t_dense: Pa
         processor.postprocess(request)
 
 
+GRAM_METHODS: list[dict[str, object]] = [
+    {"dtype": "int4", "scope": "per_channel", "method": "gptq"},
+    {"dtype": "int4", "scope": "per_channel", "method": "awq_clip"},
+    {"dtype": "int4", "scope": "per_channel", "method": "ssz", "ext": {"importance": True}},
+    {"dtype": "mxfp4", "scope": "per_block", "method": "mx_search", "ext": {"importance": True}},
+]
+
+
+@pytest.mark.parametrize("weight", GRAM_METHODS, ids=lambda weight: weight["method"])
+@pytest.mark.parametrize("value", [torch.nan, 1e25])
+def test_a_sample_whose_squares_are_not_finite_is_named_by_what_sums_them(
+    weight: dict[str, object], value: float, t_dense: Path
+) -> None:
+    """C26, where only the weight is rounded"""
+    context = context_for(t_dense, "default")  # which knows no parts of this layer
+    processor = step(context, "linear_quant", qconfig={"weight": weight})
+    layer = nn.ModuleDict({"a": nn.Linear(32, 4)})
+    request = BatchProcessRequest("model.layers.0", layer, sample_ids=range(7), sample_count=7)
+    processor.preprocess(request)
+    for request.sample_id in (4, 5, 6):
+        layer["a"](torch.full((1, 32), 1.0 if request.sample_id == 4 else value))
+    message = (
+        r"model\.layers\.0\.a: the sums of squares of its inputs are not finite, from calibration sample 5 on.*; "
+        "take the sample out"
+    )
+    with pytest.raises(InvalidModelError, match=message):
+        processor.postprocess(request)
+
+
+@pytest.mark.parametrize("weight", GRAM_METHODS, ids=lambda weight: weight["method"])
+def test_a_linear_that_no_token_reached_gets_all_its_tensors_and_is_recorded(
+    weight: dict[str, object], t_dense: Path
+) -> None:
+    """C41: every method rounds by the weight alone, and says so where that is not what was asked for."""
+    context = context_for(t_dense, "default")
+    processor = step(context, "linear_quant", qconfig={"weight": weight})
+    layer = nn.ModuleDict({"a": nn.Linear(32, 4), "b": nn.Linear(32, 4)})
+    layer["a"].load_state_dict(layer["b"].state_dict())
+    request = BatchProcessRequest("model.layers.0", layer, sample_ids=range(2), sample_count=2)
+    processor.preprocess(request)
+    for request.sample_id in (0, 1):
+        layer["a"](torch.empty(0, 32))
+        layer["b"](torch.randn(3, 32, generator=torch.Generator().manual_seed(request.sample_id)))
+    processor.postprocess(request)
+    starved, fed = (layer[name].state_dict() for name in ("a", "b"))
+    assert {name: (t.shape, t.dtype) for name, t in starved.items()} == {
+        name: (t.shape, t.dtype) for name, t in fed.items()
+    }
+    assert all(tensor.float().isfinite().all() for name, tensor in starved.items() if tensor.is_floating_point())
+    (fallback,) = context.record.fallbacks
+    assert fallback["module"] == "model.layers.0.a"
+    assert "no calibration token reached it" in fallback["why"]
+
+
 def test_a_linear_that_no_sample_reached_is_refused_by_name(t_dense: Path) -> None:
     context = context_for(t_dense)
     processor = step(context, "linear_quant", qconfig=STATIC)

@@ -273,7 +273,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(value: float) -> None:
 def test_a_gram_that_is_not_finite_is_refused_by_name() -> None:
     gram = Gram(torch.full((64, 64), torch.inf), 3)
     with pytest.raises(
-        InvalidModelError, match=r"model\.q: the sums of squares of its inputs are not finite; find the"
+        InvalidModelError, match=r"model\.q: the sums of squares of its inputs are not finite; take the"
     ):
         ssz(importance=True).quantize(normal_weight(), SYM4, name="model.q", gram=gram)
 
