@@ -67,6 +67,7 @@ def build_report(facts: RunFacts, record: RunRecord, weights: dict[str, int]) ->
         "modules": record.modules,
         "left_float": left_float,
         "rewritten": sorted(set(record.rewritten)),
+        "smoothing": record.smoothing,
         "fallbacks": record.fallbacks,
         "warnings": record.warnings,
         "layers": record.layers,

@@ -74,7 +74,10 @@ def hashes_on(run: RankRunner, ranks: int, job: QuantJob) -> tuple[dict[str, str
     run(ranks, rank_job, values, timeout_s=240)
     files = sorted(path for path in job.save_path.rglob("*") if path.is_file() and path.name != "quant_report.json")
     report = json.loads((job.save_path / "quant_report.json").read_text())
-    same = {key: report[key] for key in ("model", "data", "patterns", "schemes", "modules", "left_float", "rewritten")}
+    same = {
+        key: report[key]
+        for key in ("model", "data", "patterns", "schemes", "modules", "left_float", "rewritten", "smoothing")
+    }
     same["errors"] = [(e["name"], e.get("weight_error"), e.get("output_error")) for e in report["layers"]]
     return {str(f.relative_to(job.save_path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, same
 

@@ -152,6 +152,24 @@ def test_the_report_tells_schemes_errors_patterns_and_fingerprints(
     assert "1 linear(s) of the decoder layers stay in float: model.layers.1.mlp.down_proj" in shown
 
 
+def test_the_report_tells_the_exponents_of_every_scaled_producer(tmp_path: Path, job: Callable[..., QuantJob]) -> None:
+    smoothing = "    - {type: iter_smooth, alpha: 0.75, enable_subgraph_type: [norm-linear, up-down]}\n"
+    quantize(job(recipe().replace("    - type: linear_quant", smoothing + "    - type: linear_quant")))
+    report = json.loads((tmp_path / "out" / "quant_report.json").read_text())
+    parts = {"mlp.up_proj": "up-down", "input_layernorm": "norm-linear", "post_attention_layernorm": "norm-linear"}
+    assert report["smoothing"] == [
+        {
+            "module": f"model.layers.{layer}.{part}",
+            "processor": "iter_smooth",
+            "subgraph": kind,
+            "act_exponent": 0.75,
+            "weight_exponent": 0.25,
+        }
+        for layer in (0, 1)
+        for part, kind in parts.items()
+    ]
+
+
 def test_a_dry_run_reads_no_weight_and_writes_nothing(
     tmp_path: Path, job: Callable[..., QuantJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ class RunRecord:
         modules: full module name → {"scheme", "processor", "weight_error"...}.
         patterns: one entry a pattern: {"processor", "list" ("include"/"exclude"), "pattern", "matches"}.
         rewritten: tensors of the source that a step changed before rounding, or added, by full name ("….weight").
+        smoothing: one entry a scaled producer: {"module", "processor", "subgraph", "act_exponent", "weight_exponent"}.
         fallbacks: one entry an exception to the recipe: {"module", "what", "why"}.
         warnings: sentences for the closing summary.
         layers: one entry a layer: {"name", "seconds" and "memory_mib" by phase, "weight_error", "output_error", ...}.
@@ -74,6 +75,7 @@ class RunRecord:
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     patterns: list[dict[str, Any]] = field(default_factory=list)
     rewritten: list[str] = field(default_factory=list)
+    smoothing: list[dict[str, Any]] = field(default_factory=list)
     fallbacks: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     layers: list[dict[str, Any]] = field(default_factory=list)

@@ -151,6 +151,9 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
     def _scale(self, cases: list[Case], search: ExponentSearch, rescale: LayerRescale) -> None:
         for case, exponents in zip(cases, search.choose(cases, rescale), strict=True):
             subgraph, seen = case.subgraph, case.stats
+            if exponents is None:
+                self._fall_back(subgraph, f"the squares of the inputs of {subgraph.targets[0]} overflow")
+                continue
             factor_C = case.factors(exponents, self._plan.formula)
             shift_C = (seen.minimum_I + seen.maximum_I) / 2 if self._is_shifted(subgraph) else None
             problem = rescale.apply(subgraph, factor_C, shift_C)
@@ -158,6 +161,15 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
                 self._fall_back(subgraph, problem)
             else:
                 self.chosen[subgraph.source] = exponents
+                self.context.record.smoothing.append(
+                    {
+                        "module": subgraph.source,
+                        "processor": self.registered_name,
+                        "subgraph": str(subgraph.kind),
+                        "act_exponent": exponents.act,
+                        "weight_exponent": exponents.weight,
+                    }
+                )
 
     def _act_size(self, subgraph: Subgraph, seen: InputStats) -> Tensor:
         if self._is_shifted(subgraph):

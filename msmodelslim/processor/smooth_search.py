@@ -197,16 +197,23 @@ class ExponentSearch:
         self._scale_dtype = scale_dtype
         self._shared = shared
 
-    def choose(self, cases: Sequence[Case], rescale: LayerRescale) -> list[Exponents]:
-        """The best exponents of each case. Every rank calls it equally often, also without a case of its own."""
+    def choose(self, cases: Sequence[Case], rescale: LayerRescale) -> list[Exponents | None]:
+        """The best exponents of each case; None where no loss is finite, as the squares of its inputs overflow.
+
+        Every rank calls it equally often, also without a case of its own.
+        """
         best = [self._plan.start] * len(cases)
+        judged = [True] * len(cases)
         for stage in self._plan.stages:
             tried = [stage(exponents) for exponents in best]
             losses = self._losses(cases, tried, rescale)
             best = [
                 exponents[first_smallest(case_losses)] for exponents, case_losses in zip(tried, losses, strict=True)
             ]
-        return best
+            judged = [
+                known and bool(case_losses.isfinite().any()) for known, case_losses in zip(judged, losses, strict=True)
+            ]
+        return [exponents if known else None for exponents, known in zip(best, judged, strict=True)]
 
     def _losses(
         self, cases: Sequence[Case], tried: Sequence[Sequence[Exponents]], rescale: LayerRescale
@@ -326,8 +333,8 @@ def gram_loss(
 
 
 def first_smallest(losses: Tensor) -> int:
-    """Index of the smallest loss, the first of equal ones."""
-    values = losses.tolist()
+    """Index of the smallest loss, the first of equal ones; an infinity or a NaN is never smaller than a number."""
+    values = losses.nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()
     return values.index(min(values))
 
 

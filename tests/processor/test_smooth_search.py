@@ -144,6 +144,15 @@ def test_awq_finds_what_brute_force_over_all_tokens_finds(duo: bool) -> None:
     processor = smoother(pair, UP_DOWN, "awq", weight_qconfig=options, duo_scaling=duo)
     smooth(pair, samples_of(pair), processor)
     assert processor.chosen == {f"{NAME}.first": expected}
+    assert processor.context.record.smoothing == [
+        {
+            "module": f"{NAME}.first",
+            "processor": "awq",
+            "subgraph": "up-down",
+            "act_exponent": expected.act,
+            "weight_exponent": expected.weight,
+        }
+    ]
     assert loss(expected) < 0.9 * loss(Exponents(0.0, 0.0))
     factor = (pair.second.weight / before.second.weight)[0].detach().double().numpy()
     np.testing.assert_allclose(factor, factor_of(expected), rtol=1e-5)
@@ -311,6 +320,26 @@ def test_outlier_channels_cost_8_bits_less_after_smoothing(preset: str, left: fl
 
 def test_outlier_channels_cost_4_bit_weights_less_after_awq() -> None:
     assert error_after("awq", W4A16, PRESETS["awq"]) < 0.3 * error_after(None, W4A16, {})
+
+
+@pytest.mark.parametrize("preset", ["flex_smooth_quant", "flex_awq_ssz", "awq"])
+def test_inputs_whose_squares_overflow_leave_a_subgraph_unscaled_and_recorded(preset: str) -> None:
+    """C26: each activation is finite, but no loss is."""
+    pair = Pair()
+    with torch.no_grad():
+        pair.first.weight.mul_(1e25)
+    before = copy.deepcopy(pair.state_dict())
+    processor = smoother(pair, UP_DOWN, preset, **PRESETS[preset])
+    smooth(pair, samples_of(pair), processor)
+    assert processor.chosen == {} and processor.context.record.smoothing == []
+    assert all(torch.equal(value, before[name]) for name, value in pair.state_dict().items())
+    assert processor.context.record.fallbacks == [
+        {
+            "module": f"{NAME}.first",
+            "what": f"not scaled by {preset}",
+            "why": f"the squares of the inputs of {NAME}.second overflow",
+        }
+    ]
 
 
 @pytest.mark.parametrize("seed", range(3))
