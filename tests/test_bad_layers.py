@@ -74,6 +74,23 @@ def test_zero_rows_dead_channels_tiny_weights_and_biases_come_out_finite_in_ever
     assert done.report["left_float"] == []
 
 
+def test_a_bias_that_int32_cannot_hold_beside_tiny_weights_is_in_the_report(
+    quant: Quant,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    source = fixtures.t_bias(tmp_path / "source", shards=1)
+    change_tensor(source, "model.layers.1.mlp.up_proj.weight", row(3, 1e-20))
+    for ranks in ("1", "2"):
+        words = ("--device", "cpu", "--device_id", "0", "1") if ranks == "2" else ()
+        done = quant(recipe(saver="ascendv1_saver"), *words, source=source, out=ranks)
+        assert done.code == 0, done.err
+        (told,) = [sentence for sentence in done.report["warnings"] if "int32" in sentence]
+        assert told.startswith(
+            "model.layers.1.mlp.up_proj: the bias of 1 rows is too large for int32 in steps of weights"
+        )
+        assert ranks == "2" or told in done.out  # a rank's own process prints it
+
+
 @savers
 def test_symmetric_smoothing_writes_no_bias_that_the_source_lacks(
     saver: str,

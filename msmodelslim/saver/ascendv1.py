@@ -98,6 +98,7 @@ class AscendV1Saver(BaseSaver):
         self._schemes[name] = module.scheme
         parts = ROW_PARTS if name in self.row_parallel else 1
         tensors = tensors_of(kind, module, self.context.adapter.dtype, parts, name)
+        self._remark_clamped(name, tensors.get("quant_bias"))
         return {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}, kind
 
     def documents(self, config_text: str, tensors: dict[str, TensorSpec]) -> dict[str, str]:
@@ -142,6 +143,17 @@ class AscendV1Saver(BaseSaver):
                 "choose another scheme for it",
             )
         return OLD_FP8_KIND if kind == "W8A8FP8_DYNAMIC" and self.config.target == "unchecked" else kind
+
+    def _remark_clamped(self, name: str, quant_bias_O: Tensor | None) -> None:
+        if quant_bias_O is None or quant_bias_O.is_meta:
+            return
+        ends = torch.iinfo(torch.int32)
+        clamped = int(((quant_bias_O == ends.max) | (quant_bias_O == ends.min)).sum())
+        if clamped:
+            self.remarks.append(
+                f"{name}: the bias of {clamped} rows is too large for int32 in steps of weights this small, so they "
+                "lose most of it; exclude the module or choose a dynamic scheme"
+            )
 
     def _refuse_size(self, name: str, kind: str, module: QuantLinear) -> None:
         factor = {"W4A16": 8, "W4A8_MXFP": 32, "W4A4_MXFP4": 32, "W4A16_MXFP4": 32}.get(kind, 1)

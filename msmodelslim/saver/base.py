@@ -96,6 +96,7 @@ class BaseSaver(BaseSessionProcessor):
         self.float_linears: list[str] = []
         self.row_parallel: set[str] = set()
         self.notes: list[str] = []
+        self.remarks: list[str] = []  # of the tensors that this rank has written
         self._output = OutputDirectory(save_path, leader)
         self._rank, self._world_size = 0, 1
         self._owners: dict[str, int] = {}
@@ -235,7 +236,9 @@ class BaseSaver(BaseSessionProcessor):
                 writer.write(name, checkpoint.weight(name, spec.dtype))
             elif info is not None and TensorSpec(info.dtype, tuple(info.shape)) == spec:
                 writer.write_bytes_from(name, info, checkpoint.path)
-        written = Counter(name for part in self._exchange(sorted(writer.written)) for name in part)
+        by_rank = self._exchange((sorted(writer.written), self.remarks))
+        written = Counter(name for part, _ in by_rank for name in part)
+        self.context.record.warnings += sorted(sentence for _, remarks in by_rank for sentence in remarks)
         if missing := [name for name in writer.plan.slots if not written[name]]:
             raise RuntimeError(f"{len(missing)} planned tensors were never written: {', '.join(missing[:5])}")
         assert max(written.values()) == 1, f"two ranks wrote {written.most_common(1)[0][0]}"
