@@ -168,6 +168,25 @@ def test_a_rank_killed_on_one_machine_ends_the_other_in_time(
     assert not list(tmp_path.glob("*out*"))
 
 
+def test_a_stuck_rank_is_named_with_what_the_other_does_and_ends_the_job_at_the_limit(
+    tmp_path: Path, t_dense: Path, dataset: Path
+) -> None:
+    limits = {"MSMODELSLIM_STUCK_AFTER_S": "1", "MSMODELSLIM_GIVE_UP_AFTER_S": "5"}
+    (tmp_path / "run").mkdir()
+    step = {"type": "fault", "how": "sleep", "folder": str(tmp_path / "run")}
+    words = quant_words(tmp_path / "in", t_dense, tmp_path / "results" / "out", dataset, 0, [step])
+    launcher = [*TORCHRUN, "--standalone", "--nproc_per_node", "2"]
+    ended = run(tmp_path / "run", words, limits, launcher=launcher)
+    found = (
+        r"no progress: rank 1 is at model\.layers\.1, fault, postprocess since \d+ s; meanwhile rank 0 waits in .* at "
+        r"model\.layers\.1, linear_quant, \w+ since \d+ s"
+    )
+    assert any(re.fullmatch(f"WARNING rank 0: {found}", line) for line in ended.err.splitlines()), ended.err
+    assert [line for line in ended.told if re.fullmatch(f"error: {found}; look at the rank .*", line)] == ended.told
+    assert len(ended.told) == 1 and ended.code == 1 and ended.left == []
+    assert list((tmp_path / "results").iterdir()) == []
+
+
 def test_a_runner_for_one_device_is_refused_under_a_launcher_of_two(
     tmp_path: Path, t_dense: Path, dataset: Path
 ) -> None:

@@ -1,9 +1,11 @@
 """Being one of the ranks that torchrun, or a launcher of its kind, has started, on one machine or several.
 
 Nobody watches these ranks as `launch` watches its own, so they end each other: the first that fails says so in the
-launcher's store, and every rank listens there from its first line on, wherever it is.
+launcher's store, and every rank listens there from its first line on, wherever it is. There each also notes what it is
+doing; rank 0 reads the notes and names a rank that makes no progress.
 """
 
+import logging
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +30,10 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOK_S = 1.0
 _ECHO_S = 2.0  # how long the echo of another rank's failure waits for that failure to be told
 
+_STARTING = "starting"
+_NOTES = "msmodelslim/notes"  # in the store
+
+_log = logging.getLogger(__name__)
 _is_one_job = False
 
 
@@ -81,6 +88,7 @@ def as_one_job() -> Iterator[None]:
         yield
         return
     _is_one_job = True
+    watchdog.note(phase=_STARTING)
     before, over = signal.signal(signal.SIGTERM, leave), threading.Event()
     threading.Thread(target=_listen, args=(over,), daemon=True).start()
     try:
@@ -129,15 +137,54 @@ def _errors() -> str:
 
 def _listen(over: threading.Event) -> None:
     """End this rank when another one, on whatever machine, has told its failure; it may be far from any collective."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    notes = _Notes(world_size, watchdog.Limits.from_environment())
     try:
         store = _store()
         while not store.check([_errors()]):
+            now_s = time.monotonic()
+            store.set(f"{_NOTES}/{rank}", watchdog.own_note(now_s))
+            if rank == 0:
+                notes.look(store, now_s)
             if over.wait(_LOOK_S):
                 return
     except dist.DistError:  # the launcher is gone, and ends us
         return
     if not over.wait(LEAVE_S):
         end_hard()
+
+
+class _Notes:
+    """What all ranks are doing, as rank 0 reads it in the launcher's store."""
+
+    def __init__(self, world_size: int, limits: watchdog.Limits) -> None:
+        self._names = [f"{_NOTES}/{rank}" for rank in range(world_size)]
+        self._limits = limits
+        self._told_s = time.monotonic()
+        self._seen: dict[str, tuple[bytes, float]] = {}  # a note, and when it was first read
+
+    def look(self, store: dist.TCPStore, now_s: float) -> None:
+        """Name the ranks without progress; after too long end the job."""
+        if not store.check(self._names):  # before a rank's first note the launcher's own limits hold
+            return
+        beats = []
+        for name, text in zip(self._names, store.multi_get(self._names), strict=True):
+            if self._seen.get(name, (b"", 0.0))[0] != text:
+                self._seen[name] = text, now_s
+            # One that is not renewed is of a rank that cannot even write: what it says grows older.
+            beat = watchdog.note_of(text.decode(), self._seen[name][1])
+            beats.append(replace(beat, pid=0) if beat.place.phase == _STARTING else beat)  # imports take their time
+        hopeless = watchdog.stuck_ranks(beats, now_s, self._limits.give_up_after_s)
+        stuck = watchdog.stuck_ranks(beats, now_s, self._limits.stuck_after_s)
+        if hopeless or (stuck and now_s - self._told_s > self._limits.stuck_after_s):
+            self._told_s = now_s
+            told = watchdog.tell_stuck(beats, hopeless or stuck, [""] * len(beats), now_s)
+            if hopeless:
+                sys.stderr.write(f"error: {told}; look at the rank that waits for nobody\n")
+                sys.stderr.flush()
+                store.add(_errors(), 1)
+            else:
+                _log.warning("%s", told)
 
 
 def _tells_first(failure: Failure) -> bool:

@@ -103,6 +103,21 @@ def place() -> Place:
     return _beat.place
 
 
+def own_note(now_s: float) -> str:
+    """This rank's latest note as text for another machine, whose clock is another: it tells an age, not a time."""
+    return json.dumps(asdict(_beat) | {"at_s": now_s - _beat.at_s})
+
+
+def note_of(text: str, now_s: float) -> Beat:
+    """What `own_note` wrote on another machine, on this one's clock."""
+    return _beat_of(json.loads(text), now_s)
+
+
+def _beat_of(found: dict, now_s: float | None = None) -> Beat:
+    at_s = found["at_s"] if now_s is None else now_s - found["at_s"]
+    return Beat(**{**found, "place": Place(**found["place"]), "at_s": at_s})
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What this rank has sent so far.
@@ -185,7 +200,7 @@ def read_beat(path: Path) -> Beat | None:
         found = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return Beat(**{**found, "place": Place(**found["place"])})
+    return _beat_of(found)
 
 
 @dataclass(frozen=True)
