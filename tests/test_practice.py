@@ -9,8 +9,10 @@ import yaml
 
 from msmodelslim import practice, registry
 from msmodelslim.errors import EnvError, SchemaValidateError, SecurityError, UnsupportedError
+from msmodelslim.ir.scheme import LinearScheme
 from msmodelslim.practice import choose, from_file, practices, quant_type_word
 from msmodelslim.processor.base import BaseSessionProcessor
+from msmodelslim.recipe import Recipe
 from msmodelslim.saver import ascendv1, compressed_tensors
 
 SHIPPED = sorted(practice.SHIPPED.glob("*/*.yaml"))
@@ -303,15 +305,21 @@ def test_every_shipped_practice_is_found_by_the_lookup(path: Path, family: str) 
     assert path.stem in found
 
 
+def schemes(recipe: Recipe) -> list[LinearScheme]:
+    """Of every rounding step."""
+    found = [step.config.qconfig.scheme() for step in recipe.process if step.type == "linear_quant"]  # type: ignore[attr-defined]
+    assert found
+    return found
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_every_shipped_practice_is_a_valid_recipe_with_its_label(path: Path) -> None:
     recipe = from_file(path).recipe
-    [step] = [step for step in recipe.process if step.type == "linear_quant"]
-    scheme = step.config.qconfig.scheme()  # type: ignore[attr-defined]
     bits = {"float": 16, "int8": 8, "int4": 4}
     label = recipe.metadata.label
     assert label is not None
-    assert (label.w_bit, label.a_bit) == (bits[scheme.weight.dtype], bits[scheme.act.dtype])
+    for scheme in schemes(recipe):
+        assert (label.w_bit, label.a_bit) == (bits[scheme.weight.dtype], bits[scheme.act.dtype])
     assert recipe.save[0].type == ("ascendv1_saver" if "ascend" in path.stem else "compressed_tensors")
 
 
@@ -329,18 +337,17 @@ def test_an_engines_tag_finds_what_it_can_serve(asked: tuple[str, str], config_i
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_an_engine_is_named_exactly_where_the_saver_knows_its_reader(path: Path) -> None:
     recipe = from_file(path).recipe
-    [step] = [step for step in recipe.process if step.type == "linear_quant"]
-    scheme = step.config.qconfig.scheme()  # type: ignore[attr-defined]
     saver = recipe.save[0]
     target = saver.config.target  # type: ignore[attr-defined]
     [scenarios] = {frozenset(frozenset(tags) for tags in found) for found in recipe.metadata.verified_tags.values()}
-    if saver.type == "ascendv1_saver":
-        variants = ascendv1.TARGETS[target]["linear"].get(str(ascendv1.kind_of(scheme)), ())
-        assert ascendv1.variant_of(scheme.weight) in variants
-    else:
-        kind, readers = compressed_tensors.kind_of(scheme), compressed_tensors.TARGETS
-        assert ({"vLLM", "CPU"} in scenarios) == (kind in readers["vllm-0.32"])
-        assert ({"transformers", "CPU"} in scenarios) == (kind in readers["transformers-5.24"])
+    for scheme in schemes(recipe):
+        if saver.type == "ascendv1_saver":
+            variants = ascendv1.TARGETS[target]["linear"].get(str(ascendv1.kind_of(scheme)), ())
+            assert ascendv1.variant_of(scheme.weight) in variants
+        else:
+            kind, readers = compressed_tensors.kind_of(scheme), compressed_tensors.TARGETS
+            assert ({"vLLM", "CPU"} in scenarios) == (kind in readers["vllm-0.32"])
+            assert ({"transformers", "CPU"} in scenarios) == (kind in readers["transformers-5.24"])
 
 
 def test_what_no_engine_serves_is_no_practice() -> None:
