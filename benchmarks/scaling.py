@@ -1,9 +1,8 @@
-"""What more ranks bring: `python benchmarks/scaling.py MODEL TEXT.jsonl [--ranks 1 2] [--memory]`.
+"""What more ranks bring: `python benchmarks/scaling.py MODEL TEXT.jsonl [--ranks 1 2]`.
 
 Quantizes MODEL to W8A8 static on 128 samples of 512 tokens, one thread a rank, on each number of ranks, and sets whole
 runs, calibration phases and collectives against one rank's. From what one rank's work and one collective cost here it
-projects larger jobs. With --memory a checkpoint of 1.5 GB is quantized on 1 and 4 ranks, and their summed proportional
-memory is compared.
+projects larger jobs.
 """
 
 import argparse
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from calibration import RECIPE
-from memory_depth import SMALL, make_model, write_recipe
 from rich.console import Console
 from rich.table import Table
 from workload import LENGTH, SAMPLES, Measured, calibration_ids, measure, quant_command, store, write_samples
@@ -141,29 +139,14 @@ def projection(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def memory(folder: Path) -> dict[str, Any]:
-    """Summed proportional memory of 1 and of 4 ranks on a checkpoint of 1.5 GB."""
-    source = folder / "deep"
-    make_model(source, SMALL, 54)
-    recipe = write_recipe(folder, "{dtype: int8, scope: per_tensor, symmetric: true, method: minmax}", 8192)
-    found = {ranks: run_on(ranks, source, recipe, folder / f"deep{ranks}")[0].peak_pss_mib for ranks in (1, 4)}
-    size = sum(path.stat().st_size for path in source.iterdir()) / 1e9
-    sums = f"{found[1]:.0f} MiB on 1 rank, {found[4]:.0f} MiB summed on 4"
-    print(f"{size:.2f} GB checkpoint: {sums} ({found[4] / found[1]:.2f} x)")
-    return {"checkpoint_gb": size, "pss_mib": found, "ratio": found[4] / found[1]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("text", type=Path, help="JSONL with a text a line")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--memory", action="store_true", help="also compare the memory of 1 and 4 ranks")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         result = scaling(options.model, options.text, options.ranks, Path(name))
-        if options.memory:
-            result["memory"] = memory(Path(name))
     store("scaling", result)
 
 

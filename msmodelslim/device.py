@@ -4,6 +4,7 @@ A device is (kind, index). On the CPU an index stands for a slice of the cores: 
 same memory. torch is imported where it is used, so that the command line can read a device without waiting for it.
 """
 
+import ctypes
 import importlib
 import logging
 import os
@@ -109,9 +110,11 @@ def set_current(kind: str, index: int) -> None:
 
 
 def empty_cache(kind: str) -> None:
-    """Give memory that torch holds but does not use back to the device."""
+    """Give memory that is held but not used back to the device; on a CPU, what glibc keeps of freed tensors."""
     if kind != "cpu":
         _accelerator(kind).empty_cache()
+    elif sys.platform == "linux" and "CS_GNU_LIBC_VERSION" in os.confstr_names:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def collective_backend(kind: str) -> str:
