@@ -30,6 +30,7 @@ from msmodelslim.cli_options import (
     positive,
 )
 from msmodelslim.errors import EnvError, ModelslimError
+from msmodelslim.git_commit import version_words
 
 LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LOG_VARIABLE = "MSMODELSLIM_LOG_LEVEL"
@@ -205,7 +206,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         epilog="Every option may be written with hyphens too: --model-path. `msmodelslim COMMAND --help` lists them.",
         allow_abbrev=False,
     )
-    parser.add_argument("-V", "--version", action="version", version=f"msmodelslim {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"msmodelslim {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     made: dict[str, argparse.ArgumentParser] = {}
     for name, needed, run, add in (
@@ -230,9 +231,13 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     return parser, made
 
 
+def _version() -> str:
+    return version_words(__version__, Path(__file__).parent)
+
+
 def _add_shared(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("messages")
-    group.add_argument("-V", "--version", action="version", version=f"msmodelslim {__version__}")
+    group.add_argument("-V", "--version", action="version", version=f"msmodelslim {_version()}")
     group.add_argument("--log_level", choices=list(LOG_LEVELS), help=f"wins over -v, -q and ${LOG_VARIABLE}")
     group.add_argument("-v", "--verbose", action="store_true", help="as --log_level debug")
     group.add_argument("-q", "--quiet", action="store_true", help="as --log_level warning")

@@ -10,6 +10,7 @@ PACKAGE = Path(__file__).parents[1] / "msmodelslim"
 #: layer → the layers it may import besides itself; "a.b" allows that one module of a layer
 ALLOWED = {
     "errors": set(),
+    "git_commit": set(),
     "device": {"errors"},
     "registry": {"errors"},
     "paths": {"errors"},
@@ -53,6 +54,7 @@ ALLOWED = {
     "cli": {
         "quant_service",
         "errors",
+        "git_commit",
         "practice",
         "paths",
         "device",
