@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
 from msmodelslim.observer.min_max import NO_SAMPLE
+from msmodelslim.observer.watcher import Watcher
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class AgreedGram:
     first_bad: int | None = None
 
 
-class GramObserver:
+class GramObserver(Watcher):
     """Adds up products of inputs during a forward; only accumulates, never communicates before `agree`.
 
     Args:
@@ -46,10 +46,10 @@ class GramObserver:
     def __init__(
         self, sample_ids: Sequence[int], sample_count: int, sample_id: Callable[[], int], device: torch.device
     ) -> None:
+        super().__init__()
         self._store = StatStore(sample_ids, sample_count, device=device)
         self._sample_id = sample_id
         self._streams: dict[str, str] = {}
-        self._handles: list[RemovableHandle] = []
 
     def watch(self, names: Sequence[str], module: nn.Module, diagonal: bool) -> None:
         """Measure the first positional argument of every call of `module`, for all linears of `names`.
@@ -78,12 +78,6 @@ class GramObserver:
             self._store.add_min(f"{first}:first bad", self._sample_id(), bad)
 
         self._handles.append(module.register_forward_pre_hook(measure))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def agree(
         self, is_shared: Callable[[str], bool], owners: Mapping[str, int] | None = None

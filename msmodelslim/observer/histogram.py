@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
 from msmodelslim.ir.mx import floor_log2
 from msmodelslim.observer.min_max import AgreedRange, InputRange, add_range, agreed_range
+from msmodelslim.observer.watcher import Watcher
 
 BINS = 4096
 #: of the width of a bin, as a power of two; the identity of merging
@@ -106,7 +106,7 @@ class AgreedHistogram:
     histogram: DyadicHistogram
 
 
-class HistogramObserver:
+class HistogramObserver(Watcher):
     """Watches the inputs of linears during a forward, as `MinMaxObserver` does; only accumulates before `agree`.
 
     Args:
@@ -114,10 +114,10 @@ class HistogramObserver:
     """
 
     def __init__(self, sample_id: Callable[[], int]) -> None:
+        super().__init__()
         self.ranges: dict[str, InputRange] = {}
         self.histograms: dict[str, DyadicHistogram] = {}
         self._sample_id = sample_id
-        self._handles: list[RemovableHandle] = []
         self._last: tuple[Tensor, int, tuple[Tensor, Tensor, DyadicHistogram]] | None = None
 
     def watch(self, name: str, module: nn.Module, device: torch.device) -> None:
@@ -135,9 +135,7 @@ class HistogramObserver:
 
     def close(self) -> None:
         """Take the hooks away and forget the last tensor."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().close()
         self._last = None
 
     def agree(

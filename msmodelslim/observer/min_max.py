@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import Stat, StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.observer.watcher import Watcher
 
 NO_SAMPLE = torch.iinfo(torch.int64).max
 _PARTS = {
@@ -106,7 +106,7 @@ def agreed_range(found: Mapping[str, Stat], name: str) -> AgreedRange:
     return AgreedRange(low, high, None if int(bad) == NO_SAMPLE else int(bad), mean)
 
 
-class MinMaxObserver:
+class MinMaxObserver(Watcher):
     """Watches the inputs of linears during a forward; only accumulates, never communicates.
 
     Args:
@@ -115,10 +115,10 @@ class MinMaxObserver:
     """
 
     def __init__(self, sample_id: Callable[[], int], keep_samples: bool = False) -> None:
+        super().__init__()
         self.ranges: dict[str, InputRange] = {}
         self._sample_id = sample_id
         self._keep_samples = keep_samples
-        self._handles: list[RemovableHandle] = []
         self._last: tuple[Tensor, int, tuple[Tensor, Tensor]] | None = None
 
     def watch(self, name: str, module: nn.Module, device: torch.device) -> None:
@@ -134,9 +134,7 @@ class MinMaxObserver:
 
     def close(self) -> None:
         """Take the hooks away and forget the last tensor."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().close()
         self._last = None
 
     def agree(

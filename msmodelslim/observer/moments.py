@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.observer.watcher import Watcher
 
 _ELEMENTS_AT_ONCE = 1 << 22  # 32 MiB in float64
 _PARTS = ("count", "mean", "square", "cube", "fourth")
@@ -74,7 +74,7 @@ def _moments_of_part(x: Tensor) -> Moments:
     return Moments(x.numel(), float(mean), *map(float, sums))
 
 
-class MomentObserver:
+class MomentObserver(Watcher):
     """Watches the inputs of linears during a forward; only accumulates, never communicates before `agree`.
 
     Args:
@@ -82,9 +82,9 @@ class MomentObserver:
     """
 
     def __init__(self, sample_id: Callable[[], int]) -> None:
+        super().__init__()
         self._seen: dict[str, dict[int, Moments]] = {}
         self._sample_id = sample_id
-        self._handles: list[RemovableHandle] = []
 
     def watch(self, name: str, module: nn.Module) -> None:
         """Measure the first positional argument of every call of `module` under `name`."""
@@ -96,12 +96,6 @@ class MomentObserver:
                 seen[sample] = merged(seen[sample], found) if sample in seen else found
 
         self._handles.append(module.register_forward_pre_hook(measure))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def agree(
         self, sample_ids: Sequence[int], sample_count: int, is_shared: Callable[[str], bool]

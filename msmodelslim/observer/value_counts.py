@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.observer.watcher import Watcher
 
 BINS = 1 << 16
 _ZERO = BINS // 2
@@ -55,12 +55,12 @@ def _numbers(bins: Tensor) -> Tensor:
     return torch.where(bins < _ZERO, -magnitude, magnitude)
 
 
-class ValueCountObserver:
+class ValueCountObserver(Watcher):
     """Watches the inputs of linears during a forward; only accumulates, never communicates before `agree`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._counts: dict[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
 
     def watch(self, name: str, module: nn.Module, device: torch.device) -> None:
         """Count the first positional argument of every call of `module` under `name`."""
@@ -71,12 +71,6 @@ class ValueCountObserver:
                 counts_B.add_(count_values(args[0]))
 
         self._handles.append(module.register_forward_pre_hook(measure))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def agree(
         self, sample_ids: Sequence[int], sample_count: int, is_shared: Callable[[str], bool]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed import DistHelper, Stat, StatStore
 from msmodelslim.errors import InvalidModelError
+from msmodelslim.observer.watcher import Watcher
 from msmodelslim.processor.smooth_rescale import wide
 
 _TOKENS = 1024  # that an objective is judged by; their loss ranks exponents as that of all tokens does
@@ -49,7 +50,7 @@ class InputStats:
         return torch.maximum(-self.minimum_I, self.maximum_I)
 
 
-class InputStatistics:
+class InputStatistics(Watcher):
     """Collects the input statistics of watched linears while samples flow; never communicates before `agree`.
 
     Args:
@@ -59,11 +60,11 @@ class InputStatistics:
     """
 
     def __init__(self, store: StatStore, samples: int, sample_id: Callable[[], int]) -> None:
+        super().__init__()
         self._store = store
         self._sample_id = sample_id
         self._tokens_a_sample = max(1, min(_TOKENS_A_SAMPLE, _KEPT_TOKENS // max(samples, 1)))
         self._tokens: dict[str, dict[int, list[Tensor]]] = {}
-        self._handles: list[Any] = []
 
     def watch(self, name: str, module: nn.Module, *, mean: bool, gram: bool, tokens: bool) -> None:
         """Collect from the first argument of every call of `module`, under its full name."""
@@ -89,12 +90,6 @@ class InputStatistics:
                 self._tokens[name].setdefault(sample, []).append(x_TI[kept.to(x_TI.device)])
 
         self._handles.append(module.register_forward_pre_hook(measure))
-
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
     def agree(self, shared: DistHelper | None) -> dict[str, InputStats]:
         """Name → statistics of all ranks; without the linears that no sample reached on any rank.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.model.structure import LayerStructure
+from msmodelslim.observer.watcher import Watcher
 
 
 class SubgraphKind(StrEnum):
@@ -187,7 +188,7 @@ def norm_offset(norm: nn.Module, name: str) -> int:
     raise error
 
 
-class NormReaders:
+class NormReaders(Watcher):
     """Which modules with weights are handed the output of a norm, seen during the first sample of a forward.
 
     Args:
@@ -198,11 +199,11 @@ class NormReaders:
     """
 
     def __init__(self, layer: nn.Module, prefix: str, norms: Iterable[str], sample_id: Callable[[], int]) -> None:
+        super().__init__()
         self.found: dict[str, set[str]] = {name: set() for name in norms}
         self._sample_id = sample_id
         self._first: int | None = None
         self._outputs: dict[str, Tensor] = {}
-        self._handles = []
         for name, module in layer.named_modules(prefix=prefix):
             if name in self.found:
                 self._handles.append(module.register_forward_hook(self._keeper(name)))
@@ -211,9 +212,7 @@ class NormReaders:
 
     def close(self) -> None:
         """Take the hooks away and forget the outputs."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().close()
         self._outputs.clear()
 
     def refuse_others(self, subgraphs: Iterable[Subgraph]) -> None:
