@@ -199,7 +199,7 @@ def _job_error(codes: dict[int, int], folder: Path, watch: Watch) -> ModelslimEr
         codes: rank → exit code, or minus a signal, of the ranks whose end was seen.
     """
     if watch.verdict:
-        return RankFailedError(watch.verdict, "look at the rank that waits for nobody")
+        return RankFailedError(watch.verdict, watchdog.STUCK_ACTION)
     beats = watch.beats()
     reports = {
         rank: Failure.from_plain(json.loads(path.read_text()))

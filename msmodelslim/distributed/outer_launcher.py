@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from msmodelslim.distributed import watchdog
-from msmodelslim.distributed.failure import Catch, Failure, failure_of, was_told
+from msmodelslim.distributed.failure import Catch, Failure, RankFailedError, failure_of, was_told
 from msmodelslim.distributed.network import interface_towards
 from msmodelslim.distributed.worker import LEAVE_S, RankSetup, end_hard, leave, run_entry
 from msmodelslim.errors import EnvError
@@ -30,7 +30,6 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOK_S = 1.0
 _ECHO_S = 2.0  # how long the echo of another rank's failure waits for that failure to be told
 
-_STARTING = "starting"
 _NOTES = "msmodelslim/notes"  # in the store
 
 _log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def as_one_job() -> Iterator[None]:
         yield
         return
     _is_one_job = True
-    watchdog.note(phase=_STARTING)
+    watchdog.note(phase=watchdog.STARTING)
     before, over = signal.signal(signal.SIGTERM, leave), threading.Event()
     threading.Thread(target=_listen, args=(over,), daemon=True).start()
     try:
@@ -159,8 +158,7 @@ class _Notes:
 
     def __init__(self, world_size: int, limits: watchdog.Limits) -> None:
         self._names = [f"{_NOTES}/{rank}" for rank in range(world_size)]
-        self._limits = limits
-        self._told_s = time.monotonic()
+        self._patience = watchdog.Patience(limits)
         self._seen: dict[str, tuple[bytes, float]] = {}  # a note, and when it was first read
 
     def look(self, store: dist.TCPStore, now_s: float) -> None:
@@ -173,18 +171,19 @@ class _Notes:
                 self._seen[name] = text, now_s
             # One that is not renewed is of a rank that cannot even write: what it says grows older.
             beat = watchdog.note_of(text.decode(), self._seen[name][1])
-            beats.append(replace(beat, pid=0) if beat.place.phase == _STARTING else beat)  # imports take their time
-        hopeless = watchdog.stuck_ranks(beats, now_s, self._limits.give_up_after_s)
-        stuck = watchdog.stuck_ranks(beats, now_s, self._limits.stuck_after_s)
-        if hopeless or (stuck and now_s - self._told_s > self._limits.stuck_after_s):
-            self._told_s = now_s
-            told = watchdog.tell_stuck(beats, hopeless or stuck, [""] * len(beats), now_s)
-            if hopeless:
-                sys.stderr.write(f"error: {told}; look at the rank that waits for nobody\n")
-                sys.stderr.flush()
-                store.add(_errors(), 1)
-            else:
-                _log.warning("%s", told)
+            beats.append(
+                replace(beat, pid=0) if beat.place.phase == watchdog.STARTING else beat
+            )  # imports take their time
+        stuck, is_hopeless = self._patience.judge(beats, now_s)
+        if not stuck:
+            return
+        told = watchdog.tell_stuck(beats, stuck, [""] * len(beats), now_s)
+        if is_hopeless:
+            sys.stderr.write(f"error: {RankFailedError(told, watchdog.STUCK_ACTION)}\n")
+            sys.stderr.flush()
+            store.add(_errors(), 1)
+        else:
+            _log.warning("%s", told)
 
 
 def _tells_first(failure: Failure) -> bool:

@@ -22,6 +22,8 @@ from pathlib import Path
 from msmodelslim.errors import EnvError
 
 FINISHED, TERMINATED = "finished", "terminated"
+STARTING = "starting"  # the phase before a rank has met the others
+STUCK_ACTION = "look at the rank that waits for nobody"
 STACK_SIGNAL = signal.SIGUSR1
 _BEAT_BYTES = 2048  # a note is one write of fixed size, so a reader never sees half of one
 _WAITING_CHARS = 300
@@ -238,6 +240,23 @@ def _is_seconds(word: str) -> bool:
         return False
 
 
+class Patience:
+    """When ranks without progress are named, and when the run is given up."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._told_s = time.monotonic()
+
+    def judge(self, beats: Sequence[Beat], now_s: float) -> tuple[list[int], bool]:
+        """The ranks to name now, none while there is nothing new to tell; and whether the run has to end."""
+        hopeless = stuck_ranks(beats, now_s, self._limits.give_up_after_s)
+        stuck = stuck_ranks(beats, now_s, self._limits.stuck_after_s)
+        if not hopeless and not (stuck and now_s - self._told_s > self._limits.stuck_after_s):
+            return [], False
+        self._told_s = now_s
+        return hopeless or stuck, bool(hopeless)
+
+
 class Watch:
     """The starting process's eye on its ranks; runs in a thread of its own.
 
@@ -252,8 +271,8 @@ class Watch:
         self._world_size = world_size
         self._limits = limits
         self._started_s = time.monotonic()
-        self._told_s = self._started_s
-        self._latest = [Beat(place=Place(phase="starting"), at_s=self._started_s)] * world_size
+        self._patience = Patience(limits)
+        self._latest = [Beat(place=Place(phase=STARTING), at_s=self._started_s)] * world_size
         self._failed_s: float | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -305,12 +324,10 @@ class Watch:
                 if now - self._failed_s > self._limits.grace_s:
                     self.kill()
                 continue
-            hopeless = stuck_ranks(beats, now, self._limits.give_up_after_s)
-            stuck = stuck_ranks(beats, now, self._limits.stuck_after_s)
-            if hopeless or (stuck and now - self._told_s > self._limits.stuck_after_s):
-                self._told_s = now
-                told = tell_stuck(beats, hopeless or stuck, self._stacks(beats), now)
-                if hopeless:
+            stuck, is_hopeless = self._patience.judge(beats, now)
+            if stuck:
+                told = tell_stuck(beats, stuck, self._stacks(beats), now)
+                if is_hopeless:
                     self.verdict = told
                     self.kill()
                 else:

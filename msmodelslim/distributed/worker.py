@@ -95,7 +95,7 @@ def run_entry(entry: str, job: dict[str, Any], setup: RankSetup) -> None:
     if setup.pin and sys.platform == "linux":
         os.sched_setaffinity(0, core_slice(cores, place, local_size))
     device.set_threads(setup.device, setup.threads or max(1, len(cores) // local_size))
-    watchdog.note(phase="starting")
+    watchdog.note(phase=watchdog.STARTING)
     function: Callable[[dict, int, int], None] = pkgutil.resolve_name(entry)
     index = setup.device_ids[place]
     device.set_current(setup.device, index)
