@@ -162,11 +162,10 @@ def _start(config: LaunchConfig, folder: Path, watch: Watch, signals: "_Signals"
     try:
         if forks:
             os.environ.setdefault(_TOKENIZER_THREADS, "false")
-            gc.collect()
-            gc.freeze()  # a collection in a rank would touch, and so copy, all pages that it shares with this process
             sys.stdout.flush()  # a rank would write what stands in the buffers once more
             sys.stderr.flush()
-            elastic_launch(replace(config, start_method="fork"), _forked)(task)
+            with _untouched_heap():
+                elastic_launch(replace(config, start_method="fork"), _forked)(task)
         else:
             elastic_launch(config, sys.executable)("-c", _BOOT, task)
     except ChildFailedError as error:
@@ -177,6 +176,17 @@ def _start(config: LaunchConfig, folder: Path, watch: Watch, signals: "_Signals"
         return
     codes = {rank: one.exitcode for rank, one in failures.items()} | signals.codes
     raise _job_error(codes, folder, watch) from None
+
+
+@contextmanager
+def _untouched_heap() -> Iterator[None]:
+    """A collection in a forked rank would touch, and so copy, all pages of objects that it shares with this process."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _forked(path: str) -> None:
