@@ -12,8 +12,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -77,28 +78,39 @@ def _ended_by(signum: signal.Signals) -> int:
 
 def quant(args: argparse.Namespace) -> None:
     """Quantize a checkpoint, or with --dry_run say what would happen."""
+    _in_one_job(_quant, args)
+
+
+def _in_one_job(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
+    """Run the command; as one rank of an outer launcher's job, where there is one."""
     if outer_rank() is None:
-        _quant(args)
+        run(args)
         return
     from msmodelslim.distributed.outer_launcher import as_one_job
 
     with as_one_job():
-        _quant(args)
+        run(args)
 
 
 def _quant(args: argparse.Namespace) -> None:
     from msmodelslim.paths import refuse_unsafe_paths
 
-    refuse_unsafe_paths(args.model_path, args.save_path, args.overwrite)
+    check_paths = partial(refuse_unsafe_paths, args.model_path, args.save_path, args.overwrite)
+    if not args.config_path:
+        check_paths()  # before anything slow is imported; a recipe's mistakes are told together with theirs
     from msmodelslim import device, plugins, practice
     from msmodelslim.model.families import open_model
     from msmodelslim.quant_service import QuantJob, quantize, rehearse
 
     plugins.load_plugins(args.plugin)
-    (kind, indices), own, adapter = all_of(
+    _, (kind, indices), own, adapter = all_of(
+        lambda: check_paths() if args.config_path else None,
         lambda: device.parse_present(args.device, args.device_id),
         lambda: practice.from_file(args.config_path) if args.config_path else None,
-        lambda: open_model(args.model_path, args.model_type, args.trust_remote_code),
+        # Without that directory the first check has told it.
+        lambda: (
+            open_model(args.model_path, args.model_type, args.trust_remote_code) if args.model_path.is_dir() else None
+        ),
     )
     names = {adapter.model_type, adapter.registered_name, args.model_type or adapter.model_type}
     choice = own or practice.choose(adapter.pedigree, names, args.quant_type, args.tag, args.yes)
@@ -130,13 +142,7 @@ def _quant(args: argparse.Namespace) -> None:
 
 def analyze(args: argparse.Namespace) -> None:
     """Rank linears or blocks by how much they suffer from quantization."""
-    if outer_rank() is None:
-        cli_analyze.run(args)
-        return
-    from msmodelslim.distributed.outer_launcher import as_one_job
-
-    with as_one_job():
-        cli_analyze.run(args)
+    _in_one_job(cli_analyze.run, args)
 
 
 def verify(args: argparse.Namespace) -> int:

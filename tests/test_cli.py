@@ -283,6 +283,19 @@ def test_a_wrong_device_recipe_and_model_are_told_at_once(
     assert jobs == []
 
 
+def test_a_wrong_path_and_a_wrong_recipe_are_told_at_once_in_a_line_each(
+    jobs: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(RECIPE.replace("int8", "int9"))
+    words = ["--model_path", str(tmp_path / "gone"), "--save_path", str(tmp_path / "out")]
+    assert main(["quant", *words, "--config_path", str(tmp_path / "wrong.yaml"), "--device", "cpu"]) == 1
+    title, path, *recipe = capsys.readouterr().err.splitlines()
+    assert title == "error: several things are wrong:"
+    assert path.startswith(f"  --model_path {tmp_path / 'gone'} does not exist; give the directory of a checkpoint")
+    assert recipe and all("'int9' is not known here; write 'int8'" in line for line in recipe)
+    assert jobs == []
+
+
 def test_unsafe_paths_are_refused_before_anything_is_imported(t_dense: Path) -> None:
     script = "import sys; from msmodelslim.cli import main; print(main(sys.argv[1:]), 'torch' in sys.modules)"
     words = ["quant", "--model_path", str(t_dense), "--save_path", f"{t_dense}/"]
