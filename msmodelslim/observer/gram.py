@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
+from msmodelslim.observer.gram_sum import packed_diagonal, packed_gram, unpacked_gram
 from msmodelslim.observer.min_max import NO_SAMPLE
 from msmodelslim.observer.watcher import Watcher
 
@@ -50,6 +51,7 @@ class GramObserver(Watcher):
         self._store = StatStore(sample_ids, sample_count, device=device)
         self._sample_id = sample_id
         self._streams: dict[str, str] = {}
+        self._columns: dict[str, int] = {}
 
     def watch(self, names: Sequence[str], module: nn.Module, diagonal: bool) -> None:
         """Measure the first positional argument of every call of `module`, for all linears of `names`.
@@ -64,16 +66,20 @@ class GramObserver(Watcher):
         self._store.declare(f"{first}:gram", StatKind.SUM)
         self._store.declare(f"{first}:tokens", StatKind.COUNT)
         self._store.declare(f"{first}:first bad", StatKind.MIN)
+        if not diagonal:
+            self._columns[first] = module.get_parameter("weight").shape[1]
 
         def measure(_: nn.Module, args: tuple[Any, ...]) -> None:
             x_TI = args[0].reshape(-1, args[0].shape[-1])
             if not len(x_TI):  # an expert that this sample does not reach is handed an empty tensor
                 return
             x_TI = x_TI if x_TI.dtype is torch.float64 else x_TI.float()
-            sums = x_TI.square().sum(0) if diagonal else x_TI.T @ x_TI
+            sums = x_TI.square().sum(0) if diagonal else packed_gram(x_TI)
             self._store.add_sum(f"{first}:gram", self._sample_id(), sums)
             self._store.add_count(f"{first}:tokens", self._sample_id(), torch.tensor(len(x_TI)))
-            squares_I = sums if diagonal else sums.diagonal()  # no product is larger than its two squares
+            squares_I = (
+                sums if diagonal else packed_diagonal(sums, x_TI.shape[1])
+            )  # no product is larger than its two squares
             bad = torch.where(squares_I.isfinite().all(), NO_SAMPLE, self._sample_id())
             self._store.add_min(f"{first}:first bad", self._sample_id(), bad)
 
@@ -105,8 +111,11 @@ class GramObserver(Watcher):
         grams = {}
         for first in set(self._streams.values()):
             tokens, bad = found[f"{first}:tokens"].value, found[f"{first}:first bad"].value
+            sums = found[f"{first}:gram"].value
+            if sums is not None and first in self._columns:
+                sums = unpacked_gram(sums, self._columns[first])
             grams[first] = AgreedGram(
-                found[f"{first}:gram"].value,
+                sums,
                 0 if tokens is None else int(tokens),
                 None if bad is None or int(bad) == NO_SAMPLE else int(bad),
             )

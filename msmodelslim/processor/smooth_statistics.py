@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed import DistHelper, Stat, StatStore
 from msmodelslim.errors import InvalidModelError
+from msmodelslim.observer.gram_sum import packed_gram, unpacked_gram
 from msmodelslim.observer.watcher import Watcher
 from msmodelslim.processor.smooth_rescale import wide
 
@@ -84,7 +85,7 @@ class InputStatistics(Watcher):
                 store.add_sum(f"{name}:sum", sample, wide(x_TI).abs().sum(0))
                 store.add_count(f"{name}:tokens", sample, torch.tensor(len(x_TI)))
             if gram:
-                store.add_sum(f"{name}:gram", sample, wide(x_TI).T @ wide(x_TI))
+                store.add_sum(f"{name}:gram", sample, packed_gram(wide(x_TI)))
             if tokens:
                 kept = kept_tokens(len(x_TI), self._tokens_a_sample, sample)
                 self._tokens[name].setdefault(sample, []).append(x_TI[kept.to(x_TI.device)])
@@ -113,11 +114,12 @@ class InputStatistics(Watcher):
                 )
             total_I, tokens = values.get("sum"), values.get("tokens")
             kept, judged = self._tokens.pop(name, {}), judged_samples(found.get(f"{name}:kept"))
+            packed_P = values.get("gram")
             stats[name] = InputStats(
                 values["min"],
                 values["max"],
                 None if total_I is None or tokens is None else total_I / tokens,
-                values.get("gram"),
+                None if packed_P is None else unpacked_gram(packed_P, len(values["min"])),
                 {sample: torch.cat(parts) for sample, parts in kept.items() if sample in judged},
             )
         self._tokens.clear()
