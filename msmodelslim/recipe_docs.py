@@ -59,8 +59,11 @@ _CALIBRATION = """
 ## How a layer is calibrated
 
 Steps observe the samples in the order of `process`, each sample alone. Steps that leave alone what the next one
-observes share one forward. What the next layer is given are the outputs of the last of these forwards: they have what
-was changed before it, and lack what was rounded after it. With `propagate_error: true` in a `linear_quant` step the
+observes share one forward. So do smoothing steps and the `linear_quant` steps behind them: extrema and Gram matrices of
+the inputs are divided by the factors that smoothing chose. (`histogram`, `aggregation_type: mean` and steps behind an
+`iter_smooth` with a shift need a forward of their own.) `quant_report.json` has the number of forwards of each layer.
+What the next layer is given are the outputs of the last of these forwards: they have what was changed before it, and
+lack what was rounded after it. With `propagate_error: true` in a `linear_quant` step the
 finished layer is forwarded once more, and the next layer is calibrated on what it will be given when it is served. One
 step's word holds for the whole run. A recipe in which nothing is calibrated has no use for it and is refused.
 

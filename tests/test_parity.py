@@ -15,19 +15,22 @@ import yaml
 
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.processor.linear_quant import LinearQConfig
+from msmodelslim.processor.smooth import SmoothProcessor
 from msmodelslim.quant_service import QuantJob, open_session, run_rank
 from msmodelslim.registry import lookup, names
 from tests import fixtures
 from tests.run_ranks import RankRunner
 
 PRACTICES = sorted((Path(__file__).parents[1] / "msmodelslim" / "practices").rglob("*.yaml"))
-W8A8 = {
+INT8_GPTQ = {"dtype": "int8", "scope": "per_channel", "method": "gptq"}
+W8A8: dict[str, Any] = {
     "type": "linear_quant",
     "qconfig": {
         "act": {"dtype": "int8", "scope": "per_tensor", "method": "minmax"},
         "weight": {"dtype": "int8", "scope": "per_channel"},
     },
 }
+W8A8_GPTQ = {"type": "linear_quant", "qconfig": {**W8A8["qconfig"], "weight": INT8_GPTQ}}
 #: the one scheme that runs but that no engine reads, so every format refuses it by name
 NO_READER = {"dtype": "int4", "scope": "per_channel", "symmetric": False}
 SAVERS = ({"type": "compressed_tensors"}, {"type": "ascendv1_saver", "target": "unchecked"})
@@ -37,10 +40,13 @@ def cases() -> list[Any]:
     """Each example of each processor as the process list of a recipe; those that round nothing come before W8A8."""
     found = []
     for name in names("processor"):
-        for index, options in enumerate(lookup("processor", name).examples()):
+        cls = lookup("processor", name)
+        for index, options in enumerate(cls.examples()):
             step = {"type": name, **options}
             rounds = name in ("linear_quant", "group")
             found.append(pytest.param([step] if rounds else [step, W8A8], id=f"{name}-{index}"))
+            if issubclass(cls, SmoothProcessor) and index == 0:  # sums that are rescaled
+                found.append(pytest.param([step, W8A8_GPTQ], id=f"{name}-gptq"))
     return found
 
 

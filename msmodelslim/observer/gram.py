@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
-from msmodelslim.observer.gram_sum import packed_diagonal, packed_gram, unpacked_gram
+from msmodelslim.observer.gram_sum import packed_diagonal, packed_gram, rescaled_gram, unpacked_gram
 from msmodelslim.observer.min_max import NO_SAMPLE
 from msmodelslim.observer.watcher import Watcher
 
@@ -86,18 +86,22 @@ class GramObserver(Watcher):
         self._handles.append(module.register_forward_pre_hook(measure))
 
     def agree(
-        self, is_shared: Callable[[str], bool], owners: Mapping[str, int] | None = None
+        self,
+        is_shared: Callable[[str], bool],
+        owners: Mapping[str, int] | None = None,
+        factors: Mapping[str, Tensor] | None = None,
     ) -> Mapping[str, AgreedGram]:
         """Linear → sums over all ranks; the same object for the same input. Every rank calls it, once a layer.
 
         Args:
             is_shared: whether all ranks hold this linear.
             owners: linear → the rank that alone needs the sums; all ranks get those of the others.
+            factors: linear → what its input columns have been divided by since they were measured, above 0 [I].
 
         Raises:
-            ValueError: linears that read the same tensor have different owners.
+            ValueError: linears that read the same tensor have different owners or factors.
         """
-        owners = owners or {}
+        owners, factors = owners or {}, factors or {}
         chosen: dict[str, int] = {}
         for name, first in self._streams.items():
             if owners.get(name) != owners.get(first):
@@ -105,6 +109,8 @@ class GramObserver(Watcher):
                     f"{first} and {name} share one sum, but their owners are {owners.get(first)} and "
                     f"{owners.get(name)}; deal linears with the same input to one rank"
                 )
+            if not _equal(factors.get(name), factors.get(first)):
+                raise ValueError(f"{first} and {name} read one tensor, but their columns were divided by other factors")
             if first in owners:
                 chosen[f"{first}:gram"] = owners[first]
         found = self._store.agree(is_shared, owners=chosen)
@@ -114,9 +120,15 @@ class GramObserver(Watcher):
             sums = found[f"{first}:gram"].value
             if sums is not None and first in self._columns:
                 sums = unpacked_gram(sums, self._columns[first])
+            if sums is not None and first in factors:
+                sums = rescaled_gram(sums, factors[first])
             grams[first] = AgreedGram(
                 sums,
                 0 if tokens is None else int(tokens),
                 None if bad is None or int(bad) == NO_SAMPLE else int(bad),
             )
         return {name: grams[first] for name, first in self._streams.items()}
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))

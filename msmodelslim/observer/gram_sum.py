@@ -42,6 +42,12 @@ def unpacked_gram(packed_P: Tensor, columns: int) -> Tensor:
     return gram_II
 
 
+def rescaled_gram(sums: Tensor, factor_I: Tensor) -> Tensor:
+    """The sums of inputs whose columns are divided by `factor_I`, from those before; [I, I] or the diagonal [I]."""
+    back_I = (1 / factor_I).to(sums.dtype)
+    return sums * back_I.square() if sums.dim() == 1 else sums * back_I * back_I.unsqueeze(1)
+
+
 def packed_diagonal(packed_P: Tensor, columns: int) -> Tensor:
     """The diagonal alone, [I]."""
     return torch.cat([block_BI[:, own].diagonal() for own, block_BI in _blocks(packed_P, columns)])

@@ -106,6 +106,10 @@ class ActConfig(BaseModel, frozen=True, extra="forbid"):
         block = (1, FP8_BLOCK) if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
         return QScheme(self.dtype, self.scope, self.symmetric, block=block)
 
+    def follows_rescaling(self) -> bool:
+        """Whether the range of rescaled inputs is known from the ranges of their columns."""
+        return self.method is not ActMethod.HISTOGRAM and self.ext.aggregation_type == "max"
+
     @staticmethod
     def histogram_examples() -> list[dict[str, Any]]:
         """Words of a recipe that together exercise the histogram."""
@@ -142,16 +146,17 @@ class ActRanges:
     Args:
         act: a static scheme and its method.
         sample_id: says which sample is being forwarded.
+        by_column: keep what is needed to find the ranges of rescaled inputs; for an `act` that `follows_rescaling`.
     """
 
-    def __init__(self, act: ActConfig, sample_id: Callable[[], int]) -> None:
+    def __init__(self, act: ActConfig, sample_id: Callable[[], int], by_column: bool = False) -> None:
         self._ext = act.ext
         self._scheme = act.scheme()
         self._observer: MinMaxObserver | HistogramObserver
         if act.method is ActMethod.HISTOGRAM:
             self._observer = HistogramObserver(sample_id)
         else:
-            self._observer = MinMaxObserver(sample_id, keep_samples=act.ext.aggregation_type == "mean")
+            self._observer = MinMaxObserver(sample_id, act.ext.aggregation_type == "mean", by_column)
 
     def watch(self, linears: Mapping[str, nn.Linear]) -> None:
         """Measure the inputs of linears, by full name."""
@@ -163,9 +168,19 @@ class ActRanges:
         self._observer.close()
 
     def agree(
-        self, sample_ids: Sequence[int], sample_count: int, is_shared: Callable[[str], bool]
+        self,
+        sample_ids: Sequence[int],
+        sample_count: int,
+        is_shared: Callable[[str], bool],
+        factors: Mapping[str, Tensor] | None = None,
     ) -> dict[str, FoundRange]:
         """The ranges over all ranks, the same on each; every rank calls it once a layer, also one without samples.
+
+        Args:
+            sample_ids: global index of each sample of this rank.
+            sample_count: samples of all ranks together.
+            is_shared: whether all ranks hold this linear.
+            factors: linear → what its input columns have been divided by since [I]; only with `by_column`.
 
         Raises:
             InvalidModelError: an input was not finite; names the linear and the first sample.
@@ -174,7 +189,7 @@ class ActRanges:
         if isinstance(self._observer, MinMaxObserver):
             return {
                 name: FoundRange(*_extrema(name, seen), {})
-                for name, seen in self._observer.agree(sample_ids, sample_count, is_shared).items()
+                for name, seen in self._observer.agree(sample_ids, sample_count, is_shared, factors).items()
             }
         return self._clipped(self._observer.agree(sample_ids, sample_count, is_shared).items())
 

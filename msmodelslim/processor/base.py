@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel
-from torch import nn
+from torch import Tensor, nn
 
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.model.base import ModelSlimPipelineInterfaceV1
@@ -32,6 +32,8 @@ class BatchProcessRequest:
         sample_id: global index of the sample being forwarded; -1 outside a forward.
         last_forward: nobody forwards these samples through this layer again, so an input may go once it is used.
         on_sample: told (samples done, samples in all) while a forward goes on.
+        input_factors: linear, by full name → what its input columns have been divided by since they were observed, [I];
+            None while no step that shares this forward rescales inputs.
     """
 
     name: str
@@ -43,6 +45,7 @@ class BatchProcessRequest:
     sample_id: int = -1
     last_forward: bool = False
     on_sample: Callable[[int, int], None] = field(default=lambda done, total: None, repr=False)
+    input_factors: dict[str, Tensor] | None = field(default=None, repr=False)
 
     def forward(self) -> None:
         """Call the layer with each sample alone, in order, and keep what it returns in `outputs`."""
@@ -56,6 +59,17 @@ class BatchProcessRequest:
             self.outputs.append(self.module(*args, **kwargs))
             self.on_sample(len(self.outputs), len(self.datas))
         self.sample_id = -1
+
+    def expect_rescaling(self) -> None:
+        """A step that observes the coming forward will rescale inputs: later steps of this forward observe columns."""
+        if self.input_factors is None:
+            self.input_factors = {}
+
+    def rescale_inputs(self, linear: str, factor_I: Tensor) -> None:
+        """The input columns of a linear are divided by `factor_I` [I] from now on."""
+        assert self.input_factors is not None, "rescaling was announced before the forward"
+        before_I = self.input_factors.get(linear)
+        self.input_factors[linear] = factor_I if before_I is None else before_I * factor_I
 
 
 @dataclass
@@ -161,6 +175,22 @@ class BaseSessionProcessor:
 
     def shares_forward(self) -> bool:
         """True when `postprocess` leaves alone what a later processor would observe, so both may use one forward."""
+        return False
+
+    def rescales_inputs(self) -> bool:
+        """True when `postprocess` changes nothing that a later processor would observe but the scale of input columns.
+
+        Such a processor calls `request.expect_rescaling` before the forward and `request.rescale_inputs` after it. Then
+        a later processor that `follows_rescaling` may use the same forward.
+        """
+        return False
+
+    def follows_rescaling(self) -> bool:
+        """True when what it observes can be made up for `request.input_factors` in `postprocess`."""
+        return False
+
+    def shifts_inputs(self) -> bool:
+        """True when `postprocess` takes a constant from input columns, for which no other processor can make up."""
         return False
 
     def propagates_error(self) -> bool:

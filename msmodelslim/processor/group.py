@@ -46,6 +46,17 @@ class GroupProcessor(BaseSessionProcessor):
                 f"group: {syncing} communicate while samples flow and {others} do not, so they cannot share a forward",
                 "take one kind out of the group",
             )
+        for at, child in enumerate(self._children):
+            after = [other for other in self._children[at + 1 :] if not other.is_data_free()]
+            lost = [
+                p for p in after if child.shifts_inputs() or (child.rescales_inputs() and not p.follows_rescaling())
+            ]
+            if lost:
+                raise UnsupportedError(
+                    f"group: {child.registered_name} changes what {lost[0].registered_name} observes in the same "
+                    "forward, and it cannot make up for that",
+                    "take one of them out of the group",
+                )
 
     def pre_run(self) -> None:
         for child in self._children:
@@ -76,6 +87,17 @@ class GroupProcessor(BaseSessionProcessor):
 
     def shares_forward(self) -> bool:
         return all(child.shares_forward() for child in self._children)
+
+    def rescales_inputs(self) -> bool:
+        return any(child.rescales_inputs() for child in self._children) and all(
+            child.rescales_inputs() or child.shares_forward() for child in self._children
+        )
+
+    def follows_rescaling(self) -> bool:
+        return all(child.follows_rescaling() or child.is_data_free() for child in self._children)
+
+    def shifts_inputs(self) -> bool:
+        return any(child.shifts_inputs() for child in self._children)
 
     def propagates_error(self) -> bool:
         return any(child.propagates_error() for child in self._children)

@@ -249,6 +249,9 @@ class LinearQuantProcessor(BaseSessionProcessor):
     def shares_forward(self) -> bool:
         return True  # two steps never touch the same linear, and rounding one does not change what the other sees
 
+    def follows_rescaling(self) -> bool:
+        return not self._scheme.act.is_static or self.config.qconfig.act.follows_rescaling()
+
     def propagates_error(self) -> bool:
         return bool(self.config.propagate_error)
 
@@ -282,7 +285,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
             if isinstance(module, nn.Linear) and self._selection.selects(name)
         }
         if self._scheme.act.is_static:
-            self._ranges = ActRanges(self.config.qconfig.act, lambda: request.sample_id)
+            by_column = request.input_factors is not None
+            self._ranges = ActRanges(self.config.qconfig.act, lambda: request.sample_id, by_column)
             self._ranges.watch(self._linears)
         if dist.is_initialized():
             # Asked now: another step of the same forward may replace its linears before this one finishes.
@@ -305,7 +309,7 @@ class LinearQuantProcessor(BaseSessionProcessor):
         owners = self._owners()
         if self._grams is not None:
             self._grams.close()
-            found = self._grams.agree(self._is_shared, owners)
+            found = self._grams.agree(self._is_shared, owners, request.input_factors)
             for unit in self._units:
                 seen = found[unit[0]]
                 if seen.tokens == 0:
@@ -323,7 +327,8 @@ class LinearQuantProcessor(BaseSessionProcessor):
         )
         if self._ranges is not None:  # after the weights: a weight that is not finite makes inputs that are not
             self._ranges.close()
-            ranges = self._ranges.agree(request.sample_ids, request.sample_count, self._is_shared)
+            ids, count = request.sample_ids, request.sample_count
+            ranges = self._ranges.agree(ids, count, self._is_shared, request.input_factors)
         for name in list(self._linears):
             _replace(request, name, self._deploy(name, self._linears.pop(name), *rounded.pop(name), ranges.get(name)))
         self._ranges = self._grams = self._shared = None

@@ -64,6 +64,15 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
     def sums_matrices(self) -> bool:
         return bool(self._plan.stages) and self._plan.scheme.act.is_float
 
+    def rescales_inputs(self) -> bool:
+        return not self._plan.shift
+
+    def follows_rescaling(self) -> bool:
+        return True
+
+    def shifts_inputs(self) -> bool:
+        return self._plan.shift
+
     def support_distributed(self) -> bool:
         return True  # every decision follows from what the ranks agreed on
 
@@ -104,20 +113,29 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
                 gram=self._plan.needs_gram(width),
                 tokens=self._plan.needs_tokens(width),
             )
+        if self.rescales_inputs():
+            request.expect_rescaling()
         norms = [one.source for one in self._subgraphs if one.kind is SubgraphKind.NORM_LINEAR]
         self._readers = NormReaders(request.module, request.name, norms, lambda: request.sample_id)
 
     def postprocess(self, request: BatchProcessRequest) -> None:
         assert self._inputs is not None and self._readers is not None and self._losses is not None, "preprocess ran"
+        factors = request.input_factors or {}
         self._inputs.close()
         self._readers.close()
         self._readers.refuse_others(self._subgraphs)
-        stats = self._inputs.agree(self._shared)
+        stats = {
+            name: seen if name not in factors else seen.rescaled(factors[name])
+            for name, seen in self._inputs.agree(self._shared).items()
+        }
         rescale = LayerRescale(_modules(request))
         search = ExponentSearch(self._plan, self._losses, self.context.adapter.dtype, self._shared)
         for kind in SubgraphKind:
             if kind in self.config.enable_subgraph_type:
                 self._scale(self._cases(kind, stats, rescale), search, rescale)
+        if self.rescales_inputs():
+            for name, factor_I in rescale.input_factors().items():
+                request.rescale_inputs(name, factor_I)
         self.context.record.rewritten += rescale.commit()
         self._inputs = self._readers = self._shared = None
 

@@ -108,6 +108,10 @@ class LayerRescale:
         self._tensors |= tensors
         return ""
 
+    def input_factors(self) -> dict[str, Tensor]:
+        """Linear → what the columns of its input are divided by, [I], of all that is not yet put in place."""
+        return {name: one.multiply_I for name, one in self._changes.items() if one.multiply_I is not None}
+
     def commit(self) -> list[str]:
         """Put the new tensors in place of the old ones; returns their full names."""
         changed = []

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from msmodelslim.distributed import DistHelper, Stat, StatStore
 from msmodelslim.errors import InvalidModelError
-from msmodelslim.observer.gram_sum import packed_gram, unpacked_gram
+from msmodelslim.observer.gram_sum import packed_gram, rescaled_gram, unpacked_gram
 from msmodelslim.observer.watcher import Watcher
 from msmodelslim.processor.smooth_rescale import wide
 
@@ -44,6 +44,16 @@ class InputStats:
     mean_I: Tensor | None  # noqa: N815
     gram_II: Tensor | None  # noqa: N815
     tokens: dict[int, Tensor]
+
+    def rescaled(self, factor_I: Tensor) -> "InputStats":
+        """Those of inputs whose columns have been divided by `factor_I`, above 0, since."""
+        return InputStats(
+            self.minimum_I / factor_I,
+            self.maximum_I / factor_I,
+            None if self.mean_I is None else self.mean_I / factor_I,
+            None if self.gram_II is None else rescaled_gram(self.gram_II, factor_I),
+            {sample: (wide(x_TI) / factor_I).to(x_TI.dtype) for sample, x_TI in self.tokens.items()},
+        )
 
     @property
     def absmax_I(self) -> Tensor:  # noqa: N802 - as above

@@ -1,10 +1,11 @@
 """The schedule that all runners share: every step of the recipe on every layer, in order.
 
-Layers come from the adapter one after the other. Steps that leave alone what the next one observes share one forward.
+Layers come from the adapter one after the other. Steps that leave alone what the next one observes share one forward,
+and so do steps that only rescale it with those that can make up for that.
 The inputs of the next layer are the outputs of the layer's last forward, so an earlier step's error propagates while
 the rounding of the last observing step does not, unless a step asks for it: then the finished layer is forwarded once
-more. A sample is always forwarded alone: results do not depend on who else
-is in the batch, and thus not on the number of ranks.
+more. A sample is always forwarded alone: results do not depend on who else is in the batch, and thus not on the number
+of ranks.
 """
 
 import copy
@@ -191,9 +192,12 @@ class BaseRunner(ABC):
         if request.datas is None or request.name == self._context.adapter.layer_names[-1]:
             asking = None  # nothing is calibrated after it
         for segment in segments:
-            names = " + ".join(p.registered_name for p in segment)
+            request.input_factors = None
             for processor in segment:
-                with self._phase(progress, request.name, names), _place(request.name, processor, "preprocess"):
+                with (
+                    self._phase(progress, request.name, processor.registered_name),
+                    _place(request.name, processor, "preprocess"),
+                ):
                     processor.preprocess(request)
             if needs_forward(segment) and request.datas is not None:
                 with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
@@ -204,7 +208,8 @@ class BaseRunner(ABC):
             if segment[-1] in saved:
                 self._finish(request, asking, progress)
             for processor in segment:
-                with self._phase(progress, request.name, names), _place(request.name, processor, "postprocess"):
+                step = processor.registered_name
+                with self._phase(progress, request.name, step), _place(request.name, processor, "postprocess"):
                     processor.postprocess(request)
         if not saved:
             self._finish(request, asking, progress)
@@ -289,12 +294,24 @@ def share_forwards(processors: Sequence[BaseSessionProcessor]) -> list[list[Base
     """Consecutive steps that may use one forward together; each other step stands alone. Order is kept."""
     segments: list[list[BaseSessionProcessor]] = []
     for processor in processors:
-        together = segments and segments[-1][-1].syncs_in_forward() == processor.syncs_in_forward()
-        if together and processor.shares_forward() and all(p.shares_forward() for p in segments[-1]):
+        if segments and _may_join(processor, segments[-1]):
             segments[-1].append(processor)
         else:
             segments.append([processor])
     return segments
+
+
+def _may_join(processor: BaseSessionProcessor, segment: Sequence[BaseSessionProcessor]) -> bool:
+    """Whether a step may use the forward of the steps before it."""
+    if segment[-1].syncs_in_forward() != processor.syncs_in_forward():
+        return False
+    rescaled = [p for p in segment if p.rescales_inputs()]
+    if not all(p.shares_forward() or p in rescaled for p in segment):
+        return False
+    if rescaled and not (processor.follows_rescaling() or processor.is_data_free()):
+        return False
+    # A step that rescales after one that rounds shall see what rounding did, so it joins other such steps only.
+    return processor.shares_forward() or (processor.rescales_inputs() and len(rescaled) == len(segment))
 
 
 def relative_error(found: Any, expected: Any) -> float:
