@@ -1,20 +1,23 @@
 """The whole run against llm-compressor's: `python benchmarks/peers.py MODEL TEXT.jsonl --peer_python VENV/bin/python`.
 
-Both tools quantize the same model with the same pre-tokenized samples and one thread, each job in a process of its own
-that is measured from the start of Python to its end. `msmodelslim eval` then measures the perplexity of both results,
-outside of the measured time: a faster run that rounds worse is no faster.
+Both tools quantize the same model with the same pre-tokenized samples, each job in a process of its own, measured from
+the start of Python to its end: on one core (one thread), and on two (two ranks of one thread; two threads for
+llm-compressor). `msmodelslim eval` then measures the perplexity of each result, outside of the measured time: a faster
+run that rounds worse is no faster. What was measured before with the same samples is kept, so runs can be done apart.
 """
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from workload import LENGTH, SAMPLES, Measured, calibration_ids, measure, quant_command, store, write_samples
+from workload import LENGTH, RESULTS, SAMPLES, calibration_ids, measure, quant_command, store, write_samples
 
 SMOOTH = "{type: smooth_quant, alpha: 0.8}"
 W8A8 = """{type: linear_quant, qconfig: {
@@ -39,6 +42,8 @@ JOBS = {
     # llm-compressor always calibrates a layer on the outputs of the quantized layers before it
     "gptq_w4a16_propagated": Job("gptq_w4a16", (W4A16 % "true",)),
 }
+#: measured runs: (whose, cores)
+RUNS = {"ours": ("ours", 1), "ours_2": ("ours", 2), "peer": ("peer", 1), "peer_2": ("peer", 2)}
 
 
 def recipe_text(job: Job, dataset: Path) -> str:
@@ -56,56 +61,90 @@ def perplexity(result: Path, windows: int) -> float:
     return float(row.split("│")[2])
 
 
-def figures(run: Measured, result: Path, windows: int) -> dict[str, float]:
-    """What is compared of one run."""
-    found = {key: value for key, value in asdict(run).items() if key != "output"}
-    return found | {"perplexity": perplexity(result, windows)} if windows else found
+def digest(result: Path) -> str:
+    """One hash of all weights of a result."""
+    found = hashlib.sha256()
+    for path in sorted(result.glob("*.safetensors")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def one_run(run: str, name: str, folder: Path, options: argparse.Namespace, dataset: Path) -> dict[str, Any]:
+    """Measure one run of one job; what is compared of it, and the versions it ran with."""
+    whose, cores = RUNS[run]
+    out = folder / f"{name}-{run}"
+    if whose == "ours":
+        recipe = folder / f"{name}.yaml"
+        recipe.write_text(recipe_text(JOBS[name], dataset))
+        ranks = [str(rank) for rank in range(cores)]
+        measured = measure(quant_command(options.model, out, recipe, "--device_id", *ranks, "--threads", "1"))
+        versions = json.loads((out / "quant_report.json").read_text())["versions"]
+    else:
+        script = Path(__file__).with_name("llm_compressor_job.py")
+        words = (options.peer_python, script, options.model, dataset, out, JOBS[name].peer)
+        measured = measure([str(word) for word in words], threads=cores)
+        line = next(line for line in measured.output.splitlines() if line.startswith("VERSIONS "))
+        versions = json.loads(line.removeprefix("VERSIONS "))
+    found = {key: value for key, value in asdict(measured).items() if key != "output"}
+    if options.windows:
+        found["perplexity"] = perplexity(out, options.windows)
+    return found | {"weights": digest(out), "versions": versions}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=lambda text: Path(text).absolute())
     parser.add_argument("text", type=Path, help="JSONL with a text a line")
-    parser.add_argument("--peer_python", type=Path, required=True, help="Python of an environment with llmcompressor")
+    parser.add_argument(
+        "--peer_python", type=lambda text: Path(text).absolute(), help="Python of an environment with llmcompressor"
+    )
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--windows", type=int, default=8, help="windows of text for the perplexity; 0 leaves it out")
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS)[:3])
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="_2: on two cores")
     options = parser.parse_args()
-    model, peer_python = options.model.absolute(), options.peer_python.absolute()
-    result: dict[str, object] = {"samples": options.samples, "length": LENGTH, "threads": 1, "windows": options.windows}
-    jobs: dict[str, dict[str, dict[str, float]]] = {}
+    if options.peer_python is None and any(RUNS[run][0] == "peer" for run in options.runs):
+        parser.error("give --peer_python, or --runs ours ours_2")
+    facts = {"samples": options.samples, "length": LENGTH, "windows": options.windows}
+    jobs = earlier(facts)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        dataset = write_samples(folder / "samples.jsonl", calibration_ids(model, options.text, options.samples))
+        dataset = write_samples(folder / "samples.jsonl", calibration_ids(options.model, options.text, options.samples))
+        peers: dict[tuple[str, str], dict[str, Any]] = {}
         for name in options.jobs:
-            job, recipe, out = JOBS[name], folder / f"{name}.yaml", folder / name
-            recipe.write_text(recipe_text(job, dataset))
-            run = measure(quant_command(model, out, recipe, "--device_id", "0", "--threads", "1"))
-            result["ours"] = json.loads((out / "quant_report.json").read_text())["versions"]
-            jobs[name] = {"ours": figures(run, out, options.windows)}
-            print(name, jobs[name]["ours"], flush=True)
-            out = folder / f"{name}-peer"
-            script = Path(__file__).with_name("llm_compressor_job.py")
-            run = measure([str(part) for part in (peer_python, script, model, dataset, out, job.peer)])
-            words = next(line for line in run.output.splitlines() if line.startswith("VERSIONS "))
-            result["peer"] = json.loads(words.removeprefix("VERSIONS "))
-            jobs[name]["peer"] = figures(run, out, options.windows)
-            print(name, jobs[name]["peer"], flush=True)
-            store("peers", result | {"jobs": jobs})  # after each job, for it may be stopped
+            for run in options.runs:
+                same = (JOBS[name].peer, run)
+                found = peers.get(same) or one_run(run, name, folder, options, dataset)
+                if RUNS[run][0] == "peer":
+                    peers[same] = found
+                jobs.setdefault(name, {})[run] = found
+                print(name, run, found, flush=True)
+                store("peers", facts | {"jobs": jobs})  # after each run, for it may be stopped
     show(jobs, options.samples)
 
 
-def show(jobs: dict[str, dict[str, dict[str, float]]], samples: int) -> None:
-    """One row a job and measure: ours, llm-compressor's, and its share of ours."""
-    table = Table(title=f"{samples} x {LENGTH} tokens, one thread", title_justify="left")
-    for heading in ("job", "measure", "msmodelslim", "llm-compressor", "llm-compressor / msmodelslim"):
+def earlier(facts: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Runs that were measured before with the same samples."""
+    path = RESULTS / "peers.json"
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    return before["jobs"] if before and {key: before.get(key) for key in facts} == facts else {}
+
+
+def show(jobs: dict[str, dict[str, dict[str, Any]]], samples: int) -> None:
+    """One row a job and measure: each run, and our share of llm-compressor's on as many cores."""
+    table = Table(title=f"{samples} x {LENGTH} tokens", title_justify="left")
+    for heading in ("job", "measure", "ours", "llm-compressor", "share", "ours, 2 ranks", "llm-c., 2 threads", "share"):
         table.add_column(heading, justify="left" if heading in ("job", "measure") else "right")
-    for name, pair in jobs.items():
-        for key, ours in pair["ours"].items():
-            peer = pair["peer"][key]
-            table.add_row(name, key, f"{ours:.2f}", f"{peer:.2f}", f"{peer / ours:.3f}")
+    for name, runs in jobs.items():
+        for key in ("cpu_s", "wall_s", "peak_pss_mib", "peak_rss_mib", "perplexity"):
+            row = [name, key]
+            for ours, peer in (("ours", "peer"), ("ours_2", "peer_2")):
+                pair = [runs.get(run, {}).get(key) for run in (ours, peer)]
+                row += ["" if value is None else f"{value:.2f}" for value in pair]
+                row.append("" if None in pair else f"{pair[0] / pair[1]:.3f}")
+            table.add_row(*row)
         table.add_section()
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":
