@@ -44,11 +44,11 @@ def upper_factor(gram_II: Tensor, damping: float) -> Tensor | None:
 
 
 def row_loss(lost_IO: Tensor, factor_II: Tensor, damping: float, block: int = 512) -> Tensor:
-    """Δ H Δᵀ of each row, undamped: ‖Δ R‖² less what the damping added; float64 [O]."""
+    """Δ H Δᵀ of each row, undamped: ‖Δ R‖² less what the damping added; float64 [O], not below 0."""
     total_O = lost_IO.square().sum(0, dtype=torch.float64).mul_(-damping)
     for start, stop in _ends(len(lost_IO), block):
         total_O += (factor_II[:stop, start:stop].T @ lost_IO[:stop]).square_().sum(0, dtype=torch.float64)
-    return total_O
+    return total_O.clamp_(min=0)  # H is semidefinite: below 0 is the rounding of R
 
 
 def best_scales(wanted_IO: Tensor, steps_IO: Tensor, gram_II: Tensor, width: int) -> Tensor:
@@ -111,7 +111,7 @@ class Feedback:
             damping: what `factor_II` holds beside the Gram matrix.
 
         Returns:
-            Δ H Δᵀ of each row, undamped, float64 [O].
+            Δ H Δᵀ of each row, undamped, float64 [O], not below 0.
         """
         damped_loss_O = torch.zeros_like(self.weight_IO[0], dtype=torch.float64)
         for start, stop in _ends(len(self.weight_IO), self._block):
@@ -128,7 +128,8 @@ class Feedback:
             target_BO += self.lost_IO[start:stop]
             target_BO *= factor_II.diagonal()[start:stop].unsqueeze(1)
             damped_loss_O += target_BO.square_().sum(0, dtype=torch.float64)
-        return damped_loss_O - damping * self.lost_IO.square().sum(0, dtype=torch.float64)
+        damped_loss_O -= damping * self.lost_IO.square().sum(0, dtype=torch.float64)
+        return damped_loss_O.clamp_(min=0)  # as in `row_loss`
 
     def sweep(self, grid: ColumnGrid, gram_II: Tensor) -> None:
         """Round every column again with all others as they are.

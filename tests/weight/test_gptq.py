@@ -280,6 +280,20 @@ def test_identical_samples_and_a_dead_column_need_no_special_care(scheme: QSchem
     assert loss_on_inputs(weight, rounded.codes, scheme, gram) < loss_on_inputs(weight, plain, scheme, gram)
 
 
+@pytest.mark.parametrize("scheme", [QScheme(INT4, CHANNEL), QScheme(INT8, CHANNEL), QScheme(FP8, CHANNEL)], ids=str)
+@pytest.mark.parametrize("refine", [0, 1])
+def test_inputs_on_which_plain_rounding_loses_nothing_lose_nothing(scheme: QScheme, refine: int) -> None:
+    for column in range(8):
+        weight = torch.randn(2, 32, generator=generator(column))
+        weight[:, column] = 7.0  # the largest, so that it has a code of its own
+        x = torch.zeros(1, 32)
+        x[:, column] = 1.0 + column
+        record = (
+            gptq(refine=refine, percdamp=0.02 + 0.003 * column).quantize(weight, scheme, gram=Gram(x.T @ x, 1)).record
+        )
+        assert 0 <= record["objective"] <= record["objective_minmax"] < 1e-5
+
+
 def test_damping_is_raised_until_the_matrix_can_be_factored() -> None:
     x = torch.randn(200, 64, generator=generator(1))
     gram = x.T @ x
