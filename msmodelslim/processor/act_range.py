@@ -63,10 +63,15 @@ class ActExt(BaseModel, frozen=True, extra="forbid"):
         return self
 
     def refuse(self, method: ActMethod, scheme: QScheme) -> None:
-        """Raise `ValueError` for options of another method, and for a histogram that the scheme cannot use."""
+        """Raise `ValueError` for options of another method, and for those that the scheme cannot use."""
         for key in sorted(self.model_fields_set):
             if _OF_METHOD[key] is not method:
                 raise ValueError(f"ext.{key} is for method {_OF_METHOD[key]}, not {method}; take it away")
+        if self.aggregation_type == "mean" and not scheme.is_static:
+            raise ValueError(
+                f"ext.aggregation_type mean averages a calibrated range, and {scheme} takes its own at run time; take "
+                "it away, or write scope: per_tensor or pd_mix"
+            )
         if method is not ActMethod.HISTOGRAM:
             return
         if not scheme.is_static:

@@ -7,10 +7,12 @@ that others chose by (`mse_round`, `ceil_x`, `fouroversix`) are all among them.
 Letters: O output rows, I input columns, R rows of a chunk, B blocks of 32 columns.
 """
 
-from typing import Any, ClassVar
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from msmodelslim.ir.mx import (
@@ -35,7 +37,7 @@ _SHIFTS = (1, -1)  # from the OCP exponent, which wins ties
 
 
 def search_exponents(
-    weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None, c: float | None = None
+    weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None, constants: Sequence[float] = ()
 ) -> tuple[WeightCodes, float, float]:
     """Codes of a whole weight; a few rows at a time, so that temporaries stay small.
 
@@ -43,7 +45,7 @@ def search_exponents(
         weight_OI: finite, any float type.
         scheme: mxfp8 or mxfp4.
         importance_I: weight of each column's squared errors, above 0; None for 1.
-        c: try ceil(log2(largest/c)) instead of the neighbours of the OCP exponent.
+        constants: try ceil(log2(largest/c)) for each c, if any, instead of the neighbours of the OCP exponent.
 
     Returns:
         Codes, Σ h·(w − ŵ)², and the same for the OCP exponents.
@@ -52,7 +54,7 @@ def search_exponents(
     error = ocp_error = 0.0
     for part_OI in weight_OI.split(max(_CHUNK_ELEMENTS // weight_OI.shape[1], 1)):
         part_RI = part_OI.float()
-        exponent_RB, error_RB, ocp_RB = _best_exponents(part_RI, scheme.dtype, importance_I, c)
+        exponent_RB, error_RB, ocp_RB = _best_exponents(part_RI, scheme.dtype, importance_I, constants)
         exponents.append(exponent_RB)
         codes.append(_codes(part_RI, exponent_RB, scheme.dtype).view(torch.uint8))  # float8 cannot be joined everywhere
         error, ocp_error = error + float(error_RB.sum()), ocp_error + float(ocp_RB.sum())
@@ -61,7 +63,7 @@ def search_exponents(
 
 
 def _best_exponents(
-    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, c: float | None
+    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, constants: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shared exponents of some rows.
 
@@ -71,10 +73,9 @@ def _best_exponents(
     blocks_RBE = in_blocks(weight_RI, MX_BLOCK)
     absmax_RB = blocks_RBE.abs().amax(-1)
     ocp_RB = shared_exponent(absmax_RB, dtype)
-    if c is None:
+    tries = [_ceil_exponent(absmax_RB, c) for c in constants]
+    if not constants:
         tries = [(ocp_RB.int() + shift).clamp_(0, E8M0_NAN - 1).to(torch.uint8) for shift in _SHIFTS]
-    else:
-        tries = [_ceil_exponent(absmax_RB, c)]
     weighting_BE = None if importance_I is None else in_blocks(importance_I, MX_BLOCK)
     best_RB, ocp_error_RB = ocp_RB, _block_error(blocks_RBE, ocp_RB, dtype, weighting_BE)
     error_RB = ocp_error_RB
@@ -122,15 +123,15 @@ class ExponentSearch(WeightMethod):
         self.refuse_scheme(scheme, name)
         refuse_weight(weight_OI, scheme, name)
         importance_I = importance(gram, weight_OI.shape[1], name) if self.ext.importance else None
-        codes, error, ocp_error = search_exponents(weight_OI, scheme, importance_I, self._c())
+        codes, error, ocp_error = search_exponents(weight_OI, scheme, importance_I, self._constants())
         record = improvement(error, ocp_error)
         if self.ext.importance and importance_I is None:
             record |= {"fallback": "no importance", "why": "no calibration token reached it"}
         return Rounded(codes, record)
 
-    def _c(self) -> float | None:
-        """The constant of a fixed rule; None to search."""
-        return None
+    def _constants(self) -> tuple[float, ...]:
+        """Constants c of the rule to try; none to search around the OCP exponent."""
+        return ()
 
 
 @register("mx_search")
@@ -156,18 +157,35 @@ class FourOverSix(ExponentSearch):
 
 @register("ceil_x")
 class CeilX(ExponentSearch):
-    """`mx_search` for mxfp4, or with `enable_search: false` the rule E = ceil(log2(largest/c))."""
+    """`mx_search` for mxfp4, or the rule E = ceil(log2(largest/c)) where `c` or a range of c is given."""
 
     dtypes = (QDType.MXFP4,)
 
     class Ext(ExponentSearch.Ext, frozen=True):
-        c: float = Field(7.25, ge=6, le=12, description="constant of the rule, for enable_search false")
-        enable_search: bool = Field(
-            True, description="each block's best exponent; false: the rule with c, or min-max where that is better"
+        c: float = Field(7.25, ge=6, le=12, description="constant of the rule; min-max where that is better")
+        enable_search: bool | None = Field(
+            None, description="each block's best exponent; left out: true unless c is given"
         )
+        search_min: float = Field(6, ge=6, le=12, description="search: smallest c whose exponents are tried")
+        search_max: float = Field(12, ge=6, le=12, description="search: largest c whose exponents are tried")
+        search_step: float = Field(0.25, gt=0, description="search: from one c to the next")
 
-    def _c(self) -> float | None:
-        return None if self.ext.enable_search else self.ext.c
+        @model_validator(mode="after")
+        def _is_a_range(self) -> Self:
+            if self.search_min > self.search_max:
+                raise ValueError(f"search_min is {self.search_min:g} and search_max {self.search_max:g}; swap them")
+            return self
+
+    def _constants(self) -> tuple[float, ...]:
+        ext = self.ext
+        searches = "c" not in ext.model_fields_set if ext.enable_search is None else ext.enable_search
+        if not searches:
+            return (ext.c,)
+        if (ext.search_min, ext.search_max) == (6, 12):
+            return ()  # the neighbours of the OCP exponent are all that c from 6 to 12 gives, and one more
+        # The exponents fall as c grows, by one at most on the way from 6 to 12: the ends of the grid have them all.
+        steps = math.floor((ext.search_max - ext.search_min) / ext.search_step + 1e-9)
+        return ext.search_min, ext.search_min + steps * ext.search_step
 
 
 def _ceil_exponent(absmax: Tensor, c: float) -> Tensor:

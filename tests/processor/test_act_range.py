@@ -174,6 +174,10 @@ def test_a_linear_that_no_sample_reached_is_refused_by_name(t_dense: Path) -> No
         ({"dtype": "float"}, "act.method is histogram with act.dtype float"),
         ({"ext": {"aggregation_type": "mean"}}, "ext.aggregation_type is for method minmax, not histogram; take it aw"),
         ({"method": "minmax", "ext": {"criterion": "kl"}}, "ext.criterion is for method histogram, not minmax"),
+        (
+            {"method": "minmax", "scope": "per_token", "ext": {"aggregation_type": "mean"}},
+            "aggregation_type mean averages a calibrated range, and int8 per_token asym takes its own at run time",
+        ),
         ({"ext": {"upper": 99}}, "upper is for criterion percentile, not mse; take it away"),
         (
             {"ext": {"criterion": "percentile", "lower": 60, "upper": 5}},

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from msmodelslim import registry
@@ -118,6 +119,34 @@ def test_ceil_x_without_search_follows_its_rule_where_that_is_better(c: float) -
         rule, ocp = math.ceil(math.log2(max(map(abs, block)) / c)), mx_exponent(max(map(abs, block)), MXFP4)
         losses = {e: block_loss(block, e, MXFP4) for e in (ocp, rule)}
         assert int(found[row, 0]) - 127 == min(losses, key=lambda e: losses[e])
+
+
+def test_ceil_x_follows_a_c_that_is_given_unless_it_shall_search() -> None:
+    weight = torch.randn(400, 32, generator=generator(5))
+    ruled, searched = method("ceil_x", enable_search=False, c=12.0), method("ceil_x")
+    rule, best = (one.quantize(weight, SCHEMES[1]).codes.scale for one in (ruled, searched))
+    assert not torch.equal(rule, best)
+    assert torch.equal(method("ceil_x", c=12.0).quantize(weight, SCHEMES[1]).codes.scale, rule)
+    assert torch.equal(method("ceil_x", c=12.0, enable_search=True).quantize(weight, SCHEMES[1]).codes.scale, best)
+
+
+@pytest.mark.parametrize(("low", "high", "step"), [(6.0, 7.0, 0.25), (7.25, 7.25, 0.25), (8.0, 12.0, 1.0)])
+def test_ceil_x_tries_the_exponents_of_every_c_of_its_range(low: float, high: float, step: float) -> None:
+    weight = torch.randn(60, 32, generator=generator(5)) * torch.logspace(-3, 3, 60)[:, None]
+    options = {"search_min": low, "search_max": high, "search_step": step}
+    found = method("ceil_x", enable_search=True, **options).quantize(weight, SCHEMES[1]).codes.scale
+    for row in range(60):
+        block = weight[row].tolist()
+        largest = max(map(abs, block))
+        constants = np.arange(low, high + 1e-9, step).tolist()
+        tried = [mx_exponent(largest, MXFP4), *(math.ceil(math.log2(largest / c)) for c in constants)]
+        losses = [block_loss(block, e, MXFP4) for e in tried]
+        assert int(found[row, 0]) - 127 == tried[losses.index(min(losses))]
+
+
+def test_a_range_of_c_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError, match="search_min is 9 and search_max 8; swap them"):
+        method("ceil_x", search_min=9, search_max=8)
 
 
 def test_ceil_x_is_exact_at_powers_of_two() -> None:
