@@ -104,11 +104,16 @@ def recipe_page() -> str:
     ):
         parts.append(f"\n## {title}\n\n{_lead(model)}\n\n{options_table(model)}")
     parts += [_CALIBRATION, _LOOKUP, "\n## Shipped practices\n\n", _shipped()]
-    for kind, title in (("processor", "Steps: items of `spec.process`"), ("saver", "Savers: the item of `spec.save`")):
+    for kind, title in (
+        ("processor", "Steps: items of `spec.process`"),
+        ("weight", "Weight methods: `weight.method`, with their options in `weight.ext`"),
+        ("saver", "Savers: the item of `spec.save`"),
+    ):
         parts.append(f"\n## {title}\n")
         for name in registry.names(kind):
             cls: Any = registry.lookup(kind, name)
-            options = options_table(cls.Config) if cls.Config.model_fields else "No options.\n"
+            model = cls.Ext if kind == "weight" else cls.Config
+            options = options_table(model) if model.model_fields else "No options.\n"
             parts.append(f"\n### `{name}`\n\n{_lead(cls)}\n\n{options}")
     return "".join(parts)
 

@@ -63,11 +63,11 @@ def test_a_table_has_a_row_for_every_option_however_deep() -> None:
     assert options_table(Options) == ROWS
 
 
-@pytest.mark.parametrize("kind", ["processor", "saver"])
+@pytest.mark.parametrize("kind", ["processor", "weight", "saver"])
 def test_every_registered_class_and_each_of_its_options_is_on_the_page(kind: str) -> None:
     page = recipe_page()
     for name in registry.names(kind):
         section = page.partition(f"### `{name}`")[2].partition("\n##")[0]
         cls: Any = registry.lookup(kind, name)
-        for option in cls.Config.model_fields:
+        for option in (cls.Ext if kind == "weight" else cls.Config).model_fields:
             assert f"| `{option}" in section
