@@ -5,6 +5,9 @@ block that holds an infinity or a NaN. E = floor(log2(largest |x|)) − emax, so
 largest one's octave saturate. Elements are rounded half to even. A last block that is not full counts as filled up with
 zeros.
 
+With two scales, a wider block's largest |x| is brought to 6, the largest E2M1 value, by a float32 scale before its
+blocks of 32 are made.
+
 Letters: I columns, B blocks of 32 columns. Source: OCP Microscaling Formats (MX) v1.0, sections 5 and 6.3.
 """
 
@@ -106,6 +109,27 @@ def mx_quantize(x: Tensor, dtype: QDType) -> tuple[Tensor, Tensor]:
     # 254 − byte is the byte of 2^−E (NaN's wraps to itself); a product with a power of two is exact.
     scaled = x * spread(power_of_two(2 * E8M0_BIAS - exponent, x.dtype), MX_BLOCK, x.shape[-1])
     return (e4m3_round(scaled) if dtype is QDType.MXFP8 else e2m1_round(scaled)), exponent
+
+
+def dual_quantize(x: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, shared exponents and outer scales of the last axis; a wide block of zeros has the outer scale 1.
+
+    Args:
+        x: [..., I], float32 or float64.
+        width: columns that share an outer scale, a multiple of 32.
+
+    Returns:
+        Codes and E8M0 bytes as of `mx_quantize` with mxfp4; outer scales [..., ceil(I/width)] in the type of x.
+    """
+    outer = outer_scale(in_blocks(x, width).abs().amax(-1))
+    return *mx_quantize(x / spread(outer, width, x.shape[-1]), QDType.MXFP4), outer
+
+
+def outer_scale(absmax: Tensor) -> Tensor:
+    """What makes each largest |x| 6; 1 where it is 0, infinite or NaN where it is."""
+    # By a tensor, as accelerators multiply by the rounded reciprocal of a plain number.
+    scale = absmax / torch.full((), E2M1_VALUES[-1], dtype=absmax.dtype, device=absmax.device)
+    return scale.clamp(min=torch.finfo(torch.float32).smallest_normal).masked_fill_(absmax == 0, 1)
 
 
 def mx_dequantize(codes: Tensor, exponent: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from msmodelslim.errors import InvalidModelError, UnsupportedError
-from msmodelslim.ir.mx import E8M0_NAN, in_blocks, mx_dequantize, mx_quantize, spread
+from msmodelslim.ir.mx import E8M0_NAN, dual_quantize, in_blocks, mx_dequantize, mx_quantize, spread
 from msmodelslim.ir.qparam import INT_RANGE, divide, extrema, qparam, storable, to_codes
 from msmodelslim.ir.scheme import FLOAT, MX_BLOCK, LinearScheme, QDType, QScheme, QScope
 
@@ -27,14 +27,14 @@ _WEIGHT_SCOPES = {
     QDType.INT4: _ROWS,
     QDType.FP8_E4M3: {QScope.PER_TENSOR, QScope.PER_CHANNEL, QScope.PER_BLOCK},
     QDType.MXFP8: {QScope.PER_BLOCK},
-    QDType.MXFP4: {QScope.PER_BLOCK},
+    QDType.MXFP4: {QScope.PER_BLOCK, QScope.DUAL_SCALE},
 }
 _ACT_SCOPES = {
     QDType.INT8: {QScope.PER_TENSOR, QScope.PER_TOKEN, QScope.PD_MIX},
     QDType.INT4: {QScope.PER_TENSOR, QScope.PER_TOKEN},
     QDType.FP8_E4M3: {QScope.PER_TENSOR, QScope.PER_TOKEN, QScope.PER_BLOCK},
     QDType.MXFP8: {QScope.PER_BLOCK},
-    QDType.MXFP4: {QScope.PER_BLOCK},
+    QDType.MXFP4: {QScope.PER_BLOCK, QScope.DUAL_SCALE},
 }
 
 
@@ -47,7 +47,8 @@ class WeightCodes:
         scale: float32 [O, 1] per_channel and two_level, [O, G] per_group, [1] per_tensor, [ceil(O/128), ceil(I/128)]
             fp8 per_block; MX: E8M0 bytes, uint8 [O, ceil(I/32)].
         offset: float32 integers in the range of the codes, shape of `scale`; None when symmetric, fp8 or MX.
-        scale_second: two_level only: float32 integers >= 1, [O, G].
+        scale_second: two_level: float32 integers >= 1, [O, G]; dual_scale: the outer scales, float32
+            [O, ceil(I/dual_block)].
         offset_second: two_level only: float32 integers, [O, G].
     """
 
@@ -126,7 +127,9 @@ def codes_on_meta(scheme: QScheme, out_features: int, in_features: int) -> Weigh
 
     codes_OI = empty(out_features, in_features, dtype=_code_dtype(scheme))
     if scheme.is_mx:
-        return WeightCodes(codes_OI, empty(out_features, -(-in_features // MX_BLOCK), dtype=torch.uint8))
+        outer = empty(out_features, -(-in_features // scheme.dual_block)) if scheme.dual_block else None
+        exponents = empty(out_features, -(-in_features // MX_BLOCK), dtype=torch.uint8)
+        return WeightCodes(codes_OI, exponents, scale_second=outer)
     if scheme.two_level:
         groups = in_features // scheme.group_size
         return WeightCodes(
@@ -193,8 +196,8 @@ def fake_quantize_act(x: Tensor, scheme: QScheme, scale: Tensor | None = None, o
     """An activation quantized and dequantized, as the engine's kernel sees it.
 
     Dynamic scopes take their extrema from x itself, over the features (the last axis), each token for itself:
-    per_token; per_block for fp8 (128 features) and MX (32). per_tensor and pd_mix use the given scale and offset.
-    Where a dynamic block holds an infinity or a NaN, the whole block becomes NaN.
+    per_token; per_block for fp8 (128 features) and MX (32); dual_scale. per_tensor and pd_mix use the given scale and
+    offset. Where a dynamic block holds an infinity or a NaN, the whole block becomes NaN.
 
     Args:
         x: [..., I], any float type.
@@ -213,6 +216,9 @@ def fake_quantize_act(x: Tensor, scheme: QScheme, scale: Tensor | None = None, o
     x = x if x.dtype is torch.float64 else x.float()
     if scheme.is_float:
         return x
+    if scheme.dual_block:
+        codes, exponent, outer = dual_quantize(x, scheme.dual_block)
+        return mx_dequantize(codes, exponent, x.dtype).mul_(spread(outer, scheme.dual_block, x.shape[-1]))
     if scheme.is_mx:
         return mx_dequantize(*mx_quantize(x, scheme.dtype), x.dtype)
     if scheme.is_static:
@@ -245,6 +251,9 @@ def _refuse_scheme(scheme: QScheme, side: str, scopes: dict[QDType, set[QScope]]
     if (scheme.scope is QScope.PER_GROUP) != (scheme.group_size > 0):
         mend = "set group_size for scope per_group, and only for it"
         raise UnsupportedError(f"{name}: {side} scope {scheme.scope} with group_size {scheme.group_size}", mend)
+    if (scheme.scope is QScope.DUAL_SCALE) != (scheme.dual_block > 0) or scheme.dual_block % MX_BLOCK:
+        mend = f"set dual_block to a multiple of {MX_BLOCK} for scope dual_scale, and only for it"
+        raise UnsupportedError(f"{name}: {side} scope {scheme.scope} with dual_block {scheme.dual_block}", mend)
     if scheme.two_level and (scheme.dtype, scheme.scope) != (QDType.INT4, QScope.PER_GROUP):
         raise UnsupportedError(f"{name}: {side} {scheme} cannot be two_level", "use int4 per_group or drop two_level")
 
@@ -345,16 +354,24 @@ def _quantize_mx(weight_OI: Tensor, scheme: QScheme, name: str) -> WeightCodes:
     rows, columns = weight_OI.shape
     codes_OI = torch.empty(rows, columns, dtype=_code_dtype(scheme), device=weight_OI.device)
     exponent_OB = torch.empty(rows, -(-columns // MX_BLOCK), dtype=torch.uint8, device=weight_OI.device)
+    outers: list[Tensor] = []
     for chunk in _row_chunks(rows, columns, scheme):
-        codes_OI[chunk], exponent_OB[chunk] = mx_quantize(weight_OI[chunk].float(), scheme.dtype)
+        if scheme.dual_block:
+            codes_OI[chunk], exponent_OB[chunk], outer = dual_quantize(weight_OI[chunk].float(), scheme.dual_block)
+            outers.append(outer)
+        else:
+            codes_OI[chunk], exponent_OB[chunk] = mx_quantize(weight_OI[chunk].float(), scheme.dtype)
     if (exponent_OB == E8M0_NAN).any():
         _raise_non_finite(weight_OI, name)
-    return WeightCodes(codes_OI, exponent_OB)
+    return WeightCodes(codes_OI, exponent_OB, scale_second=torch.cat(outers) if outers else None)
 
 
 def _dequantize_rows(codes: WeightCodes, scheme: QScheme, chunk: slice, columns: int) -> Tensor:
     if scheme.is_mx:
-        return mx_dequantize(codes.codes_OI[chunk], codes.scale[chunk])
+        inner_RI = mx_dequantize(codes.codes_OI[chunk], codes.scale[chunk])
+        if codes.scale_second is None:
+            return inner_RI
+        return inner_RI.mul_(spread(codes.scale_second[chunk], scheme.dual_block, columns))
     part_RI = codes.codes_OI[chunk].float()
     if codes.scale_second is not None and codes.offset_second is not None:
         part_RI -= spread(codes.offset_second[chunk], scheme.group_size, columns)

@@ -24,6 +24,7 @@ class QScope(StrEnum):
     PER_BLOCK = "per_block"
     PER_TOKEN = "per_token"
     PD_MIX = "pd_mix"
+    DUAL_SCALE = "dual_scale"
 
 
 BITS = {QDType.FLOAT: 16, QDType.INT8: 8, QDType.INT4: 4, QDType.FP8_E4M3: 8, QDType.MXFP8: 8, QDType.MXFP4: 4}
@@ -41,6 +42,7 @@ class QScheme:
         group_size: columns that share a scale; only for `per_group`, else 0.
         block: rows and columns of a tile that shares a scale; only fp8 `per_block`, else (0, 0).
         two_level: int4 groups with integer scales inside int8 channels (QoQ, arXiv:2405.04532); only int4 `per_group`.
+        dual_block: columns that share a float32 scale outside their MX blocks; only mxfp4 `dual_scale`, else 0.
     """
 
     dtype: QDType = QDType.FLOAT
@@ -49,6 +51,7 @@ class QScheme:
     group_size: int = 0
     block: tuple[int, int] = (0, 0)
     two_level: bool = False
+    dual_block: int = 0
 
     @property
     def is_float(self) -> bool:
@@ -67,7 +70,7 @@ class QScheme:
         if self.is_float:
             return "float"
         block = f"_{self.block[0]}x{self.block[1]}" if any(self.block) else ""
-        size = f"_{self.group_size}" if self.group_size else block
+        size = f"_{self.group_size or self.dual_block}" if self.group_size or self.dual_block else block
         level = "_two_level" if self.two_level else ""
         return f"{self.dtype} {self.scope}{size}{level} {'sym' if self.symmetric else 'asym'}"
 

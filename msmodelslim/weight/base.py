@@ -18,7 +18,7 @@ from torch import Tensor
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.mx import floor_log2
 from msmodelslim.ir.quantize import WeightCodes, quantize_weight, refuse_shape
-from msmodelslim.ir.scheme import LinearScheme, QScheme
+from msmodelslim.ir.scheme import MX_BLOCK, LinearScheme, QScheme
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class WeightMethod(ABC):
     class Ext(BaseModel, frozen=True, extra="forbid"):
         group_size: Annotated[int, Field(ge=1)] | None = Field(
             None, description="columns that share a scale; per_group only, 128 when left out"
+        )
+        dual_block_size: Annotated[int, Field(ge=MX_BLOCK, multiple_of=MX_BLOCK)] | None = Field(
+            None, description="columns that share the outer scale; dual_scale only, 512 when left out"
         )
         two_level: bool = Field(False, description="int4 groups with integer scales inside int8 channels")
 

@@ -9,7 +9,7 @@ Letters: O output rows, I input columns (in any order), S stretches of columns t
 import torch
 from torch import Tensor
 
-from msmodelslim.ir.mx import e2m1_round, e2m1_values, e4m3_round, power_of_two
+from msmodelslim.ir.mx import e2m1_round, e2m1_values, e4m3_round, power_of_two, spread
 from msmodelslim.ir.qparam import INT_RANGE
 from msmodelslim.ir.quantize import WeightCodes
 from msmodelslim.ir.scheme import MX_BLOCK, QDType, QScheme, QScope
@@ -36,7 +36,9 @@ class ColumnGrid:
         offset = codes.offset if codes.offset_second is None else codes.offset_second
         self.offset_SO = None if offset is None else _of_rows(scheme, offset, rows)
         second = codes.scale_second
-        self._limit_SO = None if second is None else (_INT8_MAX / second).floor_().T.contiguous()
+        self._limit_SO = (
+            (_INT8_MAX / second).floor_().T.contiguous() if scheme.two_level and second is not None else None
+        )
         #: stretch of each column, in rounding order
         self.stretch_I = order_I // stretch_width(scheme, columns)
         self._stretches: list[int] = self.stretch_I.tolist()
@@ -76,8 +78,10 @@ class ColumnGrid:
 
 def stretch_width(scheme: QScheme, columns: int) -> int:
     """How many neighbouring columns share their scales."""
+    if scheme.is_mx:
+        return MX_BLOCK
     if scheme.scope is QScope.PER_BLOCK:
-        return MX_BLOCK if scheme.is_mx else scheme.block[1]
+        return scheme.block[1]
     return scheme.group_size or columns
 
 
@@ -104,7 +108,12 @@ def _round_float(scaled_O: Tensor, dtype: QDType) -> Tensor:
 
 def _scales(scheme: QScheme, codes: WeightCodes) -> Tensor:
     if scheme.is_mx:
-        return power_of_two(codes.scale)
+        inner = power_of_two(codes.scale)
+        return (
+            inner
+            if codes.scale_second is None
+            else inner * spread(codes.scale_second, scheme.dual_block // MX_BLOCK, inner.shape[1])
+        )
     return codes.scale if codes.scale_second is None else codes.scale * codes.scale_second
 
 

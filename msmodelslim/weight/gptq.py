@@ -24,6 +24,7 @@ from msmodelslim.ir.scheme import QScheme, QScope
 from msmodelslim.registry import register
 from msmodelslim.weight.base import Gram, Rounded, WeightMethod, improvement, refuse_gram, refuse_weight, unit_of
 from msmodelslim.weight.column_grid import ColumnGrid, slice_rows, stretch_width
+from msmodelslim.weight.dual_scale import DualScale, search_outer_scales
 from msmodelslim.weight.error_feedback import Feedback, best_scales, row_loss, upper_factor
 from msmodelslim.weight.minmax import MinMax
 from msmodelslim.weight.mx_search import MxSearch, search_exponents
@@ -156,6 +157,8 @@ class Gptq(WeightMethod):
         self, weight_OI: Tensor, scheme: QScheme, scale_dtype: torch.dtype, importance_I: Tensor
     ) -> WeightCodes | None:
         """Scales to round with; None for min-max's."""
+        if scheme.dual_block:
+            return search_outer_scales(weight_OI, scheme, importance_I)[0]
         if scheme.is_mx:
             return search_exponents(weight_OI, scheme, importance_I)[0]
         if scheme.two_level:
@@ -297,7 +300,9 @@ def _fall_back(
     """The best that needs no factor: the exact scale, the best exponents, or plain rounding."""
     seen = gram is not None and gram.tokens > 0
     method: WeightMethod = MinMax(MinMax.Ext())
-    if scheme.is_mx:
+    if scheme.dual_block:
+        method = DualScale(DualScale.Ext(importance=seen))
+    elif scheme.is_mx:
         method = MxSearch(MxSearch.Ext(importance=seen))
     elif Ssz.supports(scheme):
         method = Ssz(Ssz.Ext(importance=seen))

@@ -34,11 +34,13 @@ from msmodelslim.weight.base import Gram, Rounded, WeightMethod, importance, imp
 
 _CHUNK_ELEMENTS = 2**18
 _SHIFTS = (1, -1)  # from the OCP exponent, which wins ties
+#: codes, Σ h·(w − ŵ)², and the same for min-max
+Found = tuple[WeightCodes, float, float]
 
 
 def search_exponents(
     weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None, constants: Sequence[float] = ()
-) -> tuple[WeightCodes, float, float]:
+) -> Found:
     """Codes of a whole weight; a few rows at a time, so that temporaries stay small.
 
     Args:
@@ -54,18 +56,25 @@ def search_exponents(
     error = ocp_error = 0.0
     for part_OI in weight_OI.split(max(_CHUNK_ELEMENTS // weight_OI.shape[1], 1)):
         part_RI = part_OI.float()
-        exponent_RB, error_RB, ocp_RB = _best_exponents(part_RI, scheme.dtype, importance_I, constants)
+        exponent_RB, error_RB, ocp_RB = best_exponents(part_RI, scheme.dtype, importance_I, constants)
         exponents.append(exponent_RB)
-        codes.append(_codes(part_RI, exponent_RB, scheme.dtype).view(torch.uint8))  # float8 cannot be joined everywhere
+        codes.append(
+            element_codes(part_RI, exponent_RB, scheme.dtype).view(torch.uint8)
+        )  # float8 cannot be joined everywhere
         error, ocp_error = error + float(error_RB.sum()), ocp_error + float(ocp_RB.sum())
     dtype = torch.float8_e4m3fn if scheme.dtype is QDType.MXFP8 else torch.uint8
     return WeightCodes(torch.cat(codes).view(dtype), torch.cat(exponents)), error, ocp_error
 
 
-def _best_exponents(
-    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, constants: Sequence[float]
+def best_exponents(
+    weight_RI: Tensor, dtype: QDType, importance_I: Tensor | None, constants: Sequence[float] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Shared exponents of some rows.
+
+    Args:
+        weight_RI: float32; blocks lie along the last axis, of any number.
+        dtype, constants: as in `search_exponents`.
+        importance_I: weight of each squared error; may have more axes than its columns, as the weight has.
 
     Returns:
         E8M0 bytes, uint8 [R, B]; Σ h·(w − ŵ)² with them, and with the OCP exponents, float64 [R, B].
@@ -86,7 +95,7 @@ def _best_exponents(
     return best_RB, error_RB, ocp_error_RB
 
 
-def _codes(weight_RI: Tensor, exponent_RB: Tensor, dtype: QDType) -> Tensor:
+def element_codes(weight_RI: Tensor, exponent_RB: Tensor, dtype: QDType) -> Tensor:
     """Element codes for given exponents: float8_e4m3fn (`mxfp8`) or uint8 (`mxfp4`), [R, I]."""
     scaled = weight_RI * spread(power_of_two(2 * E8M0_BIAS - exponent_RB), MX_BLOCK, weight_RI.shape[1])
     return e4m3_round(scaled) if dtype is QDType.MXFP8 else e2m1_round(scaled)
@@ -96,6 +105,7 @@ class ExponentSearch(WeightMethod):
     """What the methods of this file share; they differ in their number types and options."""
 
     dtypes: ClassVar[tuple[QDType, ...]]
+    scope: ClassVar[QScope] = QScope.PER_BLOCK
 
     class Ext(WeightMethod.Ext, frozen=True):
         importance: bool = Field(False, description="weigh each column's error by the mean square of its input")
@@ -106,7 +116,7 @@ class ExponentSearch(WeightMethod):
 
     @classmethod
     def supports(cls, scheme: QScheme) -> bool:
-        return scheme.dtype in cls.dtypes and scheme.scope is QScope.PER_BLOCK and scheme.symmetric
+        return scheme.dtype in cls.dtypes and scheme.scope is cls.scope and scheme.symmetric
 
     def cost(self, out_features: int, in_features: int) -> float:
         return 40.0 * out_features * in_features
@@ -123,15 +133,14 @@ class ExponentSearch(WeightMethod):
         self.refuse_scheme(scheme, name)
         refuse_weight(weight_OI, scheme, name)
         importance_I = importance(gram, weight_OI.shape[1], name) if self.ext.importance else None
-        codes, error, ocp_error = search_exponents(weight_OI, scheme, importance_I, self._constants())
+        codes, error, ocp_error = self._search(weight_OI, scheme, importance_I)
         record = improvement(error, ocp_error)
         if self.ext.importance and importance_I is None:
             record |= {"fallback": "no importance", "why": "no calibration token reached it"}
         return Rounded(codes, record)
 
-    def _constants(self) -> tuple[float, ...]:
-        """Constants c of the rule to try; none to search around the OCP exponent."""
-        return ()
+    def _search(self, weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None) -> Found:
+        return search_exponents(weight_OI, scheme, importance_I)
 
 
 @register("mx_search")
@@ -176,7 +185,11 @@ class CeilX(ExponentSearch):
                 raise ValueError(f"search_min is {self.search_min:g} and search_max {self.search_max:g}; swap them")
             return self
 
+    def _search(self, weight_OI: Tensor, scheme: QScheme, importance_I: Tensor | None) -> Found:
+        return search_exponents(weight_OI, scheme, importance_I, self._constants())
+
     def _constants(self) -> tuple[float, ...]:
+        """Values of c to try; none to search around the OCP exponent."""
         ext = self.ext
         searches = "c" not in ext.model_fields_set if ext.enable_search is None else ext.enable_search
         if not searches:

@@ -55,7 +55,12 @@ def dequantized(codes: WeightCodes, scheme: QScheme) -> NDArray[np.float64]:
     rows, columns = np.indices(codes.codes_OI.shape)
     if scheme.is_mx:
         exponents = codes.scale.numpy().astype(np.float64)[rows, columns // 32] - 127
-        return float_values(codes.codes_OI) * 2.0**exponents
+        outer = (
+            1.0
+            if codes.scale_second is None
+            else codes.scale_second.double().numpy()[rows, columns // scheme.dual_block]
+        )
+        return float_values(codes.codes_OI) * 2.0**exponents * outer
     if scheme.scope is QScope.PER_TENSOR:
         place: tuple[NDArray[np.int64], ...] = (np.zeros_like(rows),)
     elif scheme.scope is QScope.PER_CHANNEL:

@@ -19,6 +19,7 @@ TOKEN, TENSOR, BLOCK = QScope.PER_TOKEN, QScope.PER_TENSOR, QScope.PER_BLOCK
 PER_TOKEN = [QScheme(dtype, TOKEN, symmetric) for dtype in (INT8, INT4) for symmetric in (True, False)]
 DYNAMIC = [*PER_TOKEN, QScheme(FP8, TOKEN), QScheme(FP8, BLOCK, block=(1, 128))]
 DYNAMIC += [QScheme(QDType.MXFP8, BLOCK), QScheme(QDType.MXFP4, BLOCK)]
+DYNAMIC += [QScheme(QDType.MXFP4, QScope.DUAL_SCALE, dual_block=64)]
 STATIC = [
     QScheme(INT8, TENSOR),
     QScheme(INT8, TENSOR, False),

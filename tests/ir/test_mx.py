@@ -9,6 +9,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from torch import Tensor
 
 from msmodelslim.ir.mx import (
+    dual_quantize,
     e2m1_round,
     e2m1_values,
     e4m3_round,
@@ -19,7 +20,7 @@ from msmodelslim.ir.mx import (
     shared_exponent,
 )
 from msmodelslim.ir.packing import pack_columns_fp4
-from msmodelslim.ir.quantize import dequantize_weight, quantize_weight
+from msmodelslim.ir.quantize import dequantize_weight, fake_quantize_act, quantize_weight
 from msmodelslim.ir.scheme import QDType, QScheme, QScope
 from tests.ir.oracle import E2M1, E4M3, float_values, halfway_points, mx_exponent, mx_value, nearest_code
 
@@ -135,6 +136,33 @@ def test_ties_and_their_neighbours_round_to_the_nearest_code(
     sign = 8 if table is E2M1 else 128
     expected = [nearest_code(value, table) + (sign if value < 0 else 0) for value in x.tolist()]
     assert round_to_codes(x).view(torch.uint8).tolist() == expected
+
+
+def test_dual_blocks_bring_their_largest_to_6_and_then_are_blocks_of_32() -> None:
+    x = torch.randn(3, 150, generator=torch.Generator().manual_seed(5)) * torch.tensor([[1e-3], [1.0], [1e30]])
+    x[1, 64:128] = 0
+    codes, exponents, outers = dual_quantize(x, 64)
+    assert (outers.shape, exponents.shape) == ((3, 3), (3, 5))
+    assert outers[1, 1] == 1
+    for row in range(3):
+        for start in range(0, 150, 32):
+            outer = outers[row, start // 64]
+            wide = x[row, start // 64 * 64 : start // 64 * 64 + 64].abs().max()
+            assert wide == 0 or outer == wide / torch.tensor(6.0)
+            block = (x[row, start : start + 32] / outer).tolist()
+            exponent = mx_exponent(max(map(abs, block)), QDType.MXFP4)
+            assert exponents[row, start // 32] == exponent + 127
+            found = mx_dequantize(codes[row, start : start + 32], exponents[row, start // 32, None]).tolist()
+            assert found == [mx_value(value, exponent, QDType.MXFP4) for value in block]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_value_that_is_not_finite_spoils_its_own_wide_block_only(bad: float) -> None:
+    x = torch.ones(1, 128)
+    x[0, 3] = bad
+    found = fake_quantize_act(x, QScheme(QDType.MXFP4, QScope.DUAL_SCALE, dual_block=64))
+    assert found[0, :64].isnan().all()
+    assert torch.equal(found[0, 64:], x[0, 64:])
 
 
 def test_fp4_codes_stand_for_what_another_library_reads_from_the_packed_bytes() -> None:

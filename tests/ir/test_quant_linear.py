@@ -23,6 +23,7 @@ W8_GROUPS = [QScheme(INT8, GROUP, symmetric, group_size=32) for symmetric in (Tr
 W4_GROUPS = [QScheme(INT4, GROUP, symmetric, group_size=32) for symmetric in (True, False)]
 A8, A4 = QScheme(INT8, TOKEN), QScheme(INT4, TOKEN)
 FP8_W, MX8, MX4 = QScheme(FP8, CHANNEL), QScheme(MXFP8, BLOCK), QScheme(MXFP4, BLOCK)
+DUAL = QScheme(MXFP4, QScope.DUAL_SCALE, dual_block=64)
 W4_TWO_LEVEL = QScheme(INT4, GROUP, False, group_size=32, two_level=True)
 SCHEMES = [
     *[LinearScheme(W8, QScheme(INT8, TENSOR, symmetric)) for symmetric in (True, False)],
@@ -36,7 +37,7 @@ SCHEMES = [
     LinearScheme(FP8_W, QScheme(FP8, TENSOR)),
     LinearScheme(QScheme(FP8, TENSOR), QScheme(FP8, TENSOR)),
     LinearScheme(QScheme(FP8, BLOCK, block=(128, 128)), QScheme(FP8, BLOCK, block=(1, 128))),
-    *[LinearScheme(weight, act) for weight, act in ((MX8, MX8), (MX4, MX8), (MX4, MX4))],
+    *[LinearScheme(weight, act) for weight, act in ((MX8, MX8), (MX4, MX8), (MX4, MX4), (DUAL, DUAL))],
 ]
 
 

@@ -29,7 +29,7 @@ INTEGER_SCHEMES = [
 ]
 TWO_LEVEL = [QScheme(INT4, GROUP, symmetric, group_size=16, two_level=True) for symmetric in (True, False)]
 FP8_SCHEMES = [QScheme(FP8, TENSOR), QScheme(FP8, CHANNEL), QScheme(FP8, BLOCK, block=(128, 128))]
-MX_SCHEMES = [QScheme(MXFP8, BLOCK), QScheme(MXFP4, BLOCK)]
+MX_SCHEMES = [QScheme(MXFP8, BLOCK), QScheme(MXFP4, BLOCK), QScheme(MXFP4, QScope.DUAL_SCALE, dual_block=64)]
 ALL = INTEGER_SCHEMES + TWO_LEVEL + FP8_SCHEMES + MX_SCHEMES
 
 
@@ -196,6 +196,8 @@ def test_codes_do_not_change_when_the_weight_is_scaled(
         assert torch.equal(scaled.scale, plain.scale * factor)
     for field in ("offset", "scale_second", "offset_second"):
         found, expected = getattr(scaled, field), getattr(plain, field)
+        if scheme.dual_block and expected is not None:
+            expected = expected * factor
         assert found is expected is None or torch.equal(found, expected)
 
 
@@ -374,13 +376,20 @@ REFUSED = [
         "weight int8 has no scope per_block; use scope per_channel or per_group or per_tensor",
     ),
     (QScheme(FP8, GROUP, group_size=32), FLOAT, "weight fp8_e4m3 has no scope per_group; use scope per_block or"),
-    (QScheme(MXFP4, CHANNEL), FLOAT, "weight mxfp4 has no scope per_channel; use scope per_block"),
+    (QScheme(MXFP4, CHANNEL), FLOAT, "weight mxfp4 has no scope per_channel; use scope dual_scale or per_block"),
     (QScheme(FP8, CHANNEL, False), FLOAT, "weight fp8_e4m3 has no offset; set symmetric to true"),
     (
         QScheme(INT8, CHANNEL, two_level=True),
         FLOAT,
         "weight int8 per_channel_two_level sym cannot be two_level; use int4",
     ),
+    (
+        QScheme(MXFP4, QScope.DUAL_SCALE),
+        FLOAT,
+        "weight scope dual_scale with dual_block 0; set dual_block to a multiple of 32 for scope dual_scale",
+    ),
+    (QScheme(MXFP4, QScope.DUAL_SCALE, dual_block=48), FLOAT, "weight scope dual_scale with dual_block 48; set dual"),
+    (QScheme(MXFP4, BLOCK, dual_block=64), FLOAT, "weight scope per_block with dual_block 64; set dual_block to a"),
     (FLOAT, FLOAT, "a float weight has no codes; exclude the module or name a weight dtype"),
     (
         QScheme(INT8, CHANNEL),

@@ -13,6 +13,7 @@ from tests.ir.oracle import dequantized
 
 INT8, INT4, FP8, MXFP8, MXFP4 = QDType.INT8, QDType.INT4, QDType.FP8_E4M3, QDType.MXFP8, QDType.MXFP4
 CHANNEL, GROUP, BLOCK = QScope.PER_CHANNEL, QScope.PER_GROUP, QScope.PER_BLOCK
+DUAL = QScheme(MXFP4, QScope.DUAL_SCALE, dual_block=64)
 
 
 def integer_schemes(group: int = 16) -> list[QScheme]:
