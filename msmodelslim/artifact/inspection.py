@@ -72,7 +72,7 @@ def tensor_parallel_degrees(config: Mapping[str, Any], linears: Mapping[str, Qua
 def _splits(name: str, linear: QuantLinear, degree: int) -> bool:
     weight = linear.scheme.weight
     if name.rpartition(".")[2] in ROW_PARALLEL_NAMES:
-        unit = MX_BLOCK if weight.is_mx else weight.group_size or weight.block[1] or 1
+        unit = weight.dual_block or MX_BLOCK if weight.is_mx else weight.group_size or weight.block[1] or 1
         return linear.in_features % (unit * degree) == 0
     rows = linear.out_features
     last = name.rpartition(".")[2]

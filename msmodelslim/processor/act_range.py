@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from msmodelslim.errors import InvalidModelError, UnsupportedError
 from msmodelslim.ir.quantize import FP8_BLOCK
-from msmodelslim.ir.scheme import QDType, QScheme, QScope
+from msmodelslim.ir.scheme import MX_BLOCK, QDType, QScheme, QScope
 from msmodelslim.observer.histogram import AgreedHistogram, DyadicHistogram, HistogramObserver
 from msmodelslim.observer.histogram_range import kl_range, mse_range, percentile_range
 from msmodelslim.observer.min_max import AgreedRange, MinMaxObserver
@@ -27,6 +27,7 @@ class ActMethod(StrEnum):
     NONE = "none"
     MINMAX = "minmax"
     HISTOGRAM = "histogram"
+    DUALSCALE = "dualscale"
 
 
 class Criterion(StrEnum):
@@ -37,9 +38,10 @@ class Criterion(StrEnum):
     KL = "kl"
 
 
-_OF_METHOD = {"aggregation_type": ActMethod.MINMAX} | dict.fromkeys(
+_OF_METHOD = {"aggregation_type": ActMethod.MINMAX, "dual_block_size": ActMethod.DUALSCALE} | dict.fromkeys(
     ("criterion", "lower", "upper"), ActMethod.HISTOGRAM
 )
+DUAL_BLOCK = 512  # columns that share an outer scale where a recipe names none
 
 
 class ActExt(BaseModel, frozen=True, extra="forbid"):
@@ -52,6 +54,9 @@ class ActExt(BaseModel, frozen=True, extra="forbid"):
     )
     lower: float = Field(0.01, ge=0, le=100, description="percentile: per cent of the values that may lie below")
     upper: float = Field(99.99, ge=0, le=100, description="percentile: per cent of the values below its upper end")
+    dual_block_size: int = Field(
+        DUAL_BLOCK, ge=MX_BLOCK, multiple_of=MX_BLOCK, description="dualscale: features that share the outer scale"
+    )
 
     @model_validator(mode="after")
     def _is_a_range(self) -> "ActExt":
@@ -90,7 +95,9 @@ class ActConfig(BaseModel, frozen=True, extra="forbid"):
     scope: QScope = Field(QScope.PER_TENSOR, description="what shares a scale; per_tensor and pd_mix are calibrated")
     symmetric: bool = Field(True, description="no offset")
     method: ActMethod = Field(
-        ActMethod.NONE, description="how the range is found; none only for float, histogram only where calibrated"
+        ActMethod.NONE,
+        description="how the range is found; none only for float, histogram only where calibrated, "
+        "dualscale only for dual_scale",
     )
     ext: ActExt = ActExt()
 
@@ -101,6 +108,11 @@ class ActConfig(BaseModel, frozen=True, extra="forbid"):
                 f"act.method is {self.method} with act.dtype {self.dtype}; float goes with none, all else with minmax "
                 "or histogram"
             )
+        if (self.scope is QScope.DUAL_SCALE) != (self.method is ActMethod.DUALSCALE):
+            raise ValueError(
+                f"act.method is {self.method} with act.scope {self.scope}; dualscale goes with dual_scale and "
+                "with nothing else"
+            )
         self.ext.refuse(self.method, self.scheme())
         return self
 
@@ -109,7 +121,8 @@ class ActConfig(BaseModel, frozen=True, extra="forbid"):
         if self.dtype is QDType.FLOAT:
             return QScheme()
         block = (1, FP8_BLOCK) if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
-        return QScheme(self.dtype, self.scope, self.symmetric, block=block)
+        dual_block = self.ext.dual_block_size if self.scope is QScope.DUAL_SCALE else 0
+        return QScheme(self.dtype, self.scope, self.symmetric, block=block, dual_block=dual_block)
 
     def follows_rescaling(self) -> bool:
         """Whether the range of rescaled inputs is known from the ranges of their columns."""

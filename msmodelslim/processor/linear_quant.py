@@ -16,7 +16,7 @@ from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.ir.quantize import WeightCodes, act_qparam, refuse_shape
 from msmodelslim.ir.scheme import LinearScheme, QDType, QScheme, QScope
 from msmodelslim.observer.gram import GramObserver
-from msmodelslim.processor.act_range import ActConfig, ActRanges, FoundRange
+from msmodelslim.processor.act_range import DUAL_BLOCK, ActConfig, ActRanges, FoundRange
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.processor.rounding import deal_linears, round_weights
@@ -45,8 +45,9 @@ class Weight(NamedTuple):
 
 _ANY = (True, False)
 _CHANNEL, _GROUP, _BLOCK = QScope.PER_CHANNEL, QScope.PER_GROUP, QScope.PER_BLOCK
-_TENSOR, _TOKEN, _MIX = QScope.PER_TENSOR, QScope.PER_TOKEN, QScope.PD_MIX
+_TENSOR, _TOKEN, _MIX, _DUAL = QScope.PER_TENSOR, QScope.PER_TOKEN, QScope.PD_MIX, QScope.DUAL_SCALE
 _NO_ACT = Act(QDType.FLOAT, _TENSOR, _ANY)
+_ACT_METHODS = {(QDType.FLOAT, _TENSOR): "none", (QDType.MXFP4, _DUAL): "dualscale"}  # of all others min-max
 
 #: Every pair that can be deployed; what is not here is refused when the recipe is read.
 PAIRS: tuple[tuple[Act, Weight], ...] = (
@@ -67,6 +68,7 @@ PAIRS: tuple[tuple[Act, Weight], ...] = (
     (Act(QDType.MXFP8, _BLOCK), Weight(QDType.MXFP8, (_BLOCK,))),
     (Act(QDType.MXFP8, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
     (Act(QDType.MXFP4, _BLOCK), Weight(QDType.MXFP4, (_BLOCK,))),
+    (Act(QDType.MXFP4, _DUAL), Weight(QDType.MXFP4, (_DUAL,))),
 )
 
 
@@ -101,7 +103,8 @@ class WeightConfig(BaseModel, frozen=True, extra="forbid"):
         """The scheme these words mean."""
         group = (self.ext.group_size or 128) if self.scope is QScope.PER_GROUP else 0
         block = FP8_BLOCK if self.dtype is QDType.FP8_E4M3 and self.scope is QScope.PER_BLOCK else (0, 0)
-        return QScheme(self.dtype, self.scope, self.symmetric, group, block, self.ext.two_level)
+        dual = (self.ext.dual_block_size or DUAL_BLOCK) if self.scope is QScope.DUAL_SCALE else 0
+        return QScheme(self.dtype, self.scope, self.symmetric, group, block, self.ext.two_level, dual)
 
 
 def _in_one_line(error: ValidationError, keys: list[str]) -> str:
@@ -127,6 +130,8 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"weight.ext.group_size is for per_group; take it away or write scope: per_group, not {weight.scope}"
             )
+        if weight.ext.dual_block_size and weight.scope is not QScope.DUAL_SCALE:
+            raise ValueError(f"weight.ext.dual_block_size is for scope dual_scale, not {weight.scope}; take it away")
         fits = any(
             (act.dtype, act.scope) == (a.dtype, a.scope)
             and act.symmetric in a.sym
@@ -143,6 +148,12 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
         if not _method(weight.method).supports(weight.scheme()):
             able = [name for name in names("weight") if _method(name).supports(weight.scheme())]
             raise ValueError(f"weight.method {weight.method} has no {weight.scheme()}; write one of {', '.join(able)}")
+        widths = act.scheme().dual_block, weight.scheme().dual_block
+        if widths[0] != widths[1]:
+            raise ValueError(
+                f"dual_block_size is {widths[0]} in act.ext and {widths[1]} in weight.ext, {DUAL_BLOCK} where it is "
+                "left out; write one number in both"
+            )
         return self
 
     def scheme(self) -> LinearScheme:
@@ -222,16 +233,23 @@ class LinearQuantProcessor(BaseSessionProcessor):
             for act_sym, weight_sym, scope in product(act.sym, weight.sym, weight.scopes):
                 if act.dtype is QDType.FLOAT and not act_sym:
                     continue  # a float input has no symmetry
-                method = "none" if act.dtype is QDType.FLOAT else "minmax"
+                method = _ACT_METHODS.get((act.dtype, act.scope), "minmax")
                 half: dict[str, Any] = {
                     "dtype": str(act.dtype),
                     "scope": str(act.scope),
                     "symmetric": act_sym,
                     "method": method,
                 }
-                ext = {"two_level": weight.two_level} | ({"group_size": 32} if scope is QScope.PER_GROUP else {})
+                ext: dict[str, Any] = {"two_level": weight.two_level}
+                if scope is QScope.PER_GROUP:
+                    ext["group_size"] = 32
+                if scope is QScope.DUAL_SCALE:
+                    half["ext"] = {"dual_block_size": 64}
+                    ext["dual_block_size"] = 64
                 whole = {"dtype": str(weight.dtype), "scope": str(scope), "symmetric": weight_sym, "ext": ext}
                 found.append({"qconfig": {"act": half, "weight": whole}})
+        dual = found[-1]["qconfig"]  # the last pair
+        found.append({"qconfig": dual | {"weight": dual["weight"] | {"method": "dualscale"}}})
         mean = {"dtype": "int8", "scope": "per_tensor", "method": "minmax", "ext": {"aggregation_type": "mean"}}
         found.append({"qconfig": {"act": mean, "weight": {"dtype": "int8", "scope": "per_channel"}}})
         for half in ActConfig.histogram_examples():

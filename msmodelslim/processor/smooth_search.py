@@ -143,7 +143,7 @@ def weight_size(rescale: LayerRescale, names: Sequence[str], formula: Formula, s
     sums, rows = [], 0
     for name in names:
         weight_OI = rescale.weight(name).abs()
-        group = scheme.group_size or (MX_BLOCK if scheme.is_mx else 0)
+        group = scheme.group_size or scheme.dual_block or (MX_BLOCK if scheme.is_mx else 0)
         if not group or weight_OI.shape[1] % group:
             group = weight_OI.shape[1]
         largest = weight_OI.unflatten(1, (-1, group)).amax(2, keepdim=True)

@@ -61,7 +61,7 @@ TARGETS: dict[str, _Support] = {
 #: `model_quant_type` is the last of these that occurs. W4A8_DYNAMIC does not count: its readers go by the other kinds.
 _PRIORITY = (
     *(FLOAT_KIND, "W8A16", "W4A16", "W8A8_DYNAMIC", "W8A8_MIX", "W8A8", OLD_FP8_KIND, "W8A8FP8_DYNAMIC", "W8A8_MXFP8"),
-    *("W4A16_MXFP4", "W4A8_MXFP", "W4A4_DYNAMIC", "W4A4_MXFP4"),
+    *("W4A16_MXFP4", "W4A8_MXFP", "W4A4_DYNAMIC", "W4A4_MXFP4", "W4A4_MXFP4_DUALSCALE"),
 )
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -159,6 +159,7 @@ class AscendV1Saver(BaseSaver):
         factor = {"W4A16": 8, "W4A8_MXFP": 32, "W4A4_MXFP4": 32, "W4A16_MXFP4": 32}.get(kind, 1)
         if kind == "W8A8_MXFP8" and layer_kind(name) == "moe":
             factor = 64
+        factor = module.scheme.weight.dual_block or factor
         if module.in_features % factor:
             raise UnsupportedError(
                 f"{name}: {kind} of ascendV1 needs input features in multiples of {factor}, not {module.in_features}",

@@ -54,6 +54,7 @@ _KINDS: dict[tuple[QDType, QDType, QScope], str] = {
     (QDType.MXFP8, QDType.MXFP8, QScope.PER_BLOCK): "W8A8_MXFP8",
     (QDType.MXFP4, QDType.MXFP8, QScope.PER_BLOCK): "W4A8_MXFP",
     (QDType.MXFP4, QDType.MXFP4, QScope.PER_BLOCK): "W4A4_MXFP4",
+    (QDType.MXFP4, QDType.MXFP4, QScope.DUAL_SCALE): "W4A4_MXFP4_DUALSCALE",
     (QDType.MXFP4, QDType.FLOAT, QScope.PER_TENSOR): "W4A16_MXFP4",
 }
 #: kind → what its layout can tell apart of weights, whether or not an engine reads it
@@ -70,6 +71,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "W4A8_MXFP": (PLAIN,),
     "W4A4_MXFP4": (PLAIN,),
     "W4A16_MXFP4": (PLAIN,),
+    "W4A4_MXFP4_DUALSCALE": (PLAIN,),
 }
 OLD_FP8_KIND = "WFP8AFP8_DYNAMIC"  # what an older writer called W8A8FP8_DYNAMIC; no engine registers it
 
@@ -78,8 +80,10 @@ def kind_of(scheme: LinearScheme) -> str | None:
     """The kind whose layout fits; None when there is none."""
     weight, act = scheme.weight, scheme.act
     kind = _KINDS.get((weight.dtype, act.dtype, QScope.PER_TENSOR if act.is_float else act.scope))
+    if weight.is_mx:
+        return kind if weight.dual_block == act.dual_block else None
     if kind is None or variant_of(weight) not in LAYOUTS[kind] or weight.scope in (QScope.PER_TENSOR, QScope.PER_BLOCK):
-        return kind if weight.is_mx else None
+        return None
     dynamic_asym = act.scope is QScope.PER_TOKEN and not act.symmetric
     return None if dynamic_asym else kind  # every reader computes its dynamic scales symmetric
 
@@ -187,6 +191,11 @@ def _mxfp4(linear: QuantLinear, model_dtype: torch.dtype, parts: int, name: str)
     return {"weight": pack_columns_fp4(linear.codes, name=name), "weight_scale": linear.weight_scale}
 
 
+def _dual_scale(linear: QuantLinear, model_dtype: torch.dtype, parts: int, name: str) -> dict[str, Tensor]:
+    assert linear.weight_scale_second is not None, "dual_scale has outer scales"
+    return _mxfp4(linear, model_dtype, parts, name) | {"weight_dual_scale": linear.weight_scale_second}
+
+
 _WRITERS: dict[str, _Writer] = {
     "W8A8": _static,
     "W8A8_MIX": _static,
@@ -201,6 +210,7 @@ _WRITERS: dict[str, _Writer] = {
     "W4A8_MXFP": _mxfp4,
     "W4A4_MXFP4": _mxfp4,
     "W4A16_MXFP4": _mxfp4,
+    "W4A4_MXFP4_DUALSCALE": _dual_scale,
 }
 
 
@@ -272,6 +282,13 @@ def _read_mx(weight: QScheme, act: QScheme) -> _Reader:
     return read
 
 
+def _read_dual_scale(tensors: Mapping[str, Tensor]) -> QuantLinear:
+    codes_OI, outer = unpack_columns_fp4(tensors["weight"]), tensors["weight_dual_scale"]
+    scheme = QScheme(QDType.MXFP4, QScope.DUAL_SCALE, dual_block=codes_OI.shape[1] // outer.shape[1])
+    codes = WeightCodes(codes_OI, tensors["weight_scale"], scale_second=outer)
+    return QuantLinear(LinearScheme(scheme, scheme), codes, bias=tensors.get("bias"))
+
+
 _READERS: dict[str, _Reader] = {
     "W8A8": _read_static(QScope.PER_TENSOR),
     "W8A8_MIX": _read_static(QScope.PD_MIX),
@@ -286,4 +303,5 @@ _READERS: dict[str, _Reader] = {
     "W4A8_MXFP": _read_mx(MXFP4, MXFP8),
     "W4A4_MXFP4": _read_mx(MXFP4, MXFP4),
     "W4A16_MXFP4": _read_mx(MXFP4, FLOAT),
+    "W4A4_MXFP4_DUALSCALE": _read_dual_scale,
 }

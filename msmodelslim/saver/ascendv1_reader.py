@@ -85,6 +85,7 @@ PARTS: dict[str, dict[str, _Part]] = {
     "W4A8_MXFP": _MXFP4,
     "W4A4_MXFP4": _MXFP4,
     "W4A16_MXFP4": _MXFP4,
+    "W4A4_MXFP4_DUALSCALE": _MXFP4 | {"weight_dual_scale": _Part((_F32,), "N G")},
 }
 _EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
 
@@ -272,7 +273,9 @@ def _sizes(kind: str, present: Mapping[str, TensorInfo]) -> dict[str, int] | Non
     rows *= 2 if layout.startswith("N/2") else 1
     columns *= {"K/2": 2, "K/8": 8}.get(layout.split()[1], 1)
     sizes = {"N": rows, "K": columns, "G": 1, "S": 1}
-    groups = present.get("weight_scale_second") or present.get("weight_scale")
+    groups = next(
+        (present[n] for n in ("weight_scale_second", "weight_dual_scale", "weight_scale") if n in present), None
+    )
     if groups is not None and len(groups.shape) == 2 and columns % max(groups.shape[1], 1) == 0:
         sizes["G"] = groups.shape[1]
     if "scale_bias" in present and len(present["scale_bias"].shape) == 2:

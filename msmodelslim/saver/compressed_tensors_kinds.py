@@ -54,7 +54,7 @@ def kind_of(scheme: LinearScheme) -> str | None:
             (QScope.PER_BLOCK, QScope.PER_BLOCK): "FP8_BLOCK",
         }
         return pairs.get((weight.scope, act.scope))
-    if weight.is_mx and (act.is_float or act.dtype is weight.dtype):
+    if weight.is_mx and not weight.dual_block and (act.is_float or act.dtype is weight.dtype):
         return str(weight.dtype).upper() + ("A16" if act.is_float else "")
     return None
 

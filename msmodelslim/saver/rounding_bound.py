@@ -105,6 +105,8 @@ def _reach(codes: WeightCodes, scheme: QScheme) -> Tensor:
         steps_RI = torch.where(size_RI >= 448, 64.0 if scheme.is_mx else 18.0, steps_RI)
     if scheme.is_mx:
         power_RG = torch.exp2(codes.scale.float() - 127)
+        if codes.scale_second is not None:
+            steps_RI *= codes.scale_second.repeat_interleave(scheme.dual_block, dim=1)[:, :columns]
         return steps_RI * power_RG.repeat_interleave(MX_BLOCK, dim=1)[:, :columns]
     return steps_RI * _spread(codes.scale, scheme, codes.codes_OI.shape[0], columns)
 

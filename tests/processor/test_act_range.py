@@ -188,6 +188,12 @@ def test_a_linear_that_no_sample_reached_is_refused_by_name(t_dense: Path) -> No
             "criterion kl compares evenly spaced codes, and fp8_e4m3 has none; write mse or percentile",
         ),
         ({"ext": {"bins": 99}}, "bins"),
+        ({"method": "dualscale"}, "act.method is dualscale with act.scope per_tensor; dualscale goes with dual_scale"),
+        (
+            {"dtype": "mxfp4", "scope": "dual_scale", "symmetric": True, "method": "minmax"},
+            "act.method is minmax with act.scope dual_scale; dualscale goes with dual_scale and with nothing else",
+        ),
+        ({"ext": {"dual_block_size": 64}}, "ext.dual_block_size is for method dualscale, not histogram; take it away"),
     ],
 )
 def test_what_makes_no_range_is_refused_with_the_mend(act: dict, message: str) -> None:

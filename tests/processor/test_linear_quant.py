@@ -20,6 +20,7 @@ STATIC = {
     "act": {"dtype": "int8", "scope": "per_tensor", "symmetric": False, "method": "minmax"},
     "weight": {"dtype": "int8", "scope": "per_channel"},
 }
+DUAL = {half: {"dtype": "mxfp4", "scope": "dual_scale", "method": "dualscale"} for half in ("act", "weight")}
 DYNAMIC = {
     "act": {"dtype": "int8", "scope": "per_token", "method": "minmax"},
     "weight": {"dtype": "int8", "scope": "per_channel"},
@@ -268,7 +269,7 @@ def test_the_rehearsal_counts_what_each_pattern_matches(t_dense: Path) -> None:
 
 def test_the_examples_cover_every_supported_pair() -> None:
     schemes = {str(LinearQConfig.model_validate(example["qconfig"]).scheme()) for example in EXAMPLES}
-    assert len(schemes) == 34  # counted by hand from the table of pairs
+    assert len(schemes) == 35  # counted by hand from the table of pairs
     assert {str(w.dtype) for _, w in PAIRS} == {"int8", "int4", "fp8_e4m3", "mxfp8", "mxfp4"}
 
 
@@ -299,6 +300,15 @@ def test_every_supported_pair_runs_and_rounds_as_finely_as_its_bits_allow(t_dens
             {"weight": {"dtype": "int8", "scope": "per_channel", "ext": {"group_size": 64}}},
             "group_size is for per_group; take it away or write scope: per_group, not per_channel",
         ),
+        (
+            {"act": DUAL["act"], "weight": DUAL["weight"] | {"ext": {"dual_block_size": 64}}},
+            "dual_block_size is 512 in act.ext and 64 in weight.ext, 512 where it is left out; write",
+        ),
+        (
+            DUAL | {"weight": {"dtype": "mxfp4", "scope": "per_block", "ext": {"dual_block_size": 64}}},
+            "weight.ext.dual_block_size is for scope dual_scale, not per_block; take it away",
+        ),
+        ({"weight": DUAL["weight"]}, "is no supported pair; mxfp4 weights go with"),
         (DYNAMIC | {"act": {"scope": "per_token"}}, "act.scope is per_token for a float input"),
     ],
 )

@@ -52,13 +52,14 @@ OBJECTIVES: dict[str, Callable[[Array, Array, QScheme], Array]] = {
     "mse_round": squares,
     "fouroversix": squares,
     "ceil_x": squares,
+    "dualscale": squares,
     "gptq": on_inputs,
     "awq_clip": on_inputs_of_each_group,
 }
-WEIGHTS = [
-    example["qconfig"]["weight"]
+CONFIGS = [
+    example["qconfig"]
     for example in LinearQuantProcessor.examples()
-    if example["qconfig"].keys() == {"weight"} and not example.get("propagate_error")
+    if "method" in example["qconfig"]["weight"] and not example.get("propagate_error")
 ]
 SMOOTHING = [name for name in names("processor") if issubclass(lookup("processor", name), SmoothProcessor)]
 
@@ -113,22 +114,22 @@ def bad_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_method_and_every_smoothing_step_is_here() -> None:
     assert OBJECTIVES.keys() == set(names("weight"))
-    assert {weight["method"] for weight in WEIGHTS} == OBJECTIVES.keys() - {"minmax"}
+    assert {config["weight"]["method"] for config in CONFIGS} == OBJECTIVES.keys() - {"minmax"}
     assert PRESETS.keys() == set(SMOOTHING)
 
 
 @pytest.mark.parametrize("preset", [None, *SMOOTHING])
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda weight: f"{weight['method']}-{weight['dtype']}")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: "{method}-{dtype}".format_map(config["weight"]))
 def test_no_linear_loses_more_than_by_plain_rounding(
-    weight: dict[str, Any], preset: str | None, bad_layers: Path
+    config: dict[str, Any], preset: str | None, bad_layers: Path
 ) -> None:
     context = context_for(bad_layers)
     before = [] if preset is None else [step(context, preset, **PRESETS[preset])]
     witness = Witness(context)
-    kept = run(context, *before, witness, step(context, "linear_quant", qconfig={"weight": weight}))
+    kept = run(context, *before, witness, step(context, "linear_quant", qconfig=config))
     linears = {name: module for name, module in kept.modules.items() if isinstance(module, QuantLinear)}
     assert linears.keys() == witness.weights.keys() and len(linears) == 14
-    objective = OBJECTIVES[weight["method"]]
+    objective = OBJECTIVES[config["weight"]["method"]]
     for name, linear in linears.items():
         scheme, gram_II = linear.scheme.weight, witness.grams[name]
         exact_OI = witness.weights[name].double().numpy()

@@ -32,8 +32,10 @@ EVERY = {
     "mxfp4, mxfp8": (LinearScheme(r.MXFP4, r.MXFP8), "W4A8_MXFP"),
     "mxfp4": (LinearScheme(r.MXFP4, r.MXFP4), "W4A4_MXFP4"),
     "mxfp4 weight only": (LinearScheme(r.MXFP4), "W4A16_MXFP4"),
+    "mxfp4 dual scale": (LinearScheme(r.DUAL_SCALE, r.DUAL_SCALE), "W4A4_MXFP4_DUALSCALE"),
 }
 NOTHING_FITS = {
+    "weight-only dual scale": LinearScheme(r.DUAL_SCALE),
     "weight-only mxfp8": LinearScheme(r.MXFP8),
     "static fp8": LinearScheme(r.FP8, r.AFP8_STATIC),
     "one fp8 scale": LinearScheme(r.FP8_TENSOR, r.AFP8_STATIC),

@@ -23,6 +23,7 @@ EVERY = {
     "fp8 tiles": r.FP8_BLOCK,
     "mxfp8": r.MXFP8,
     "mxfp4": r.MXFP4,
+    "dual scale": r.DUAL_SCALE,
 }
 
 
