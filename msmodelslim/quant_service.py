@@ -437,7 +437,8 @@ def _refuse_small_disk(save_path: Path, needed_bytes: int) -> None:
 
 def _verify(saver: BaseSaver, source: Path, record: RunRecord) -> None:
     searched = [name for name, entry in record.modules.items() if entry.get("method", "minmax") != "minmax"]
-    findings = verify_directory(saver.directory, source, record.rewritten, searched)
+    signed = [name for name, entry in record.modules.items() if "negative_scales" in entry]
+    findings = verify_directory(saver.directory, source, record.rewritten, searched, signed)
     if findings:
         lines = "\n".join(f"  {finding}" for finding in findings)
         raise ModelslimError(f"the written files break rules of their format:\n{lines}", "report this as a defect")

@@ -74,6 +74,24 @@ def test_zero_rows_dead_channels_tiny_weights_and_biases_come_out_finite_in_ever
     assert done.report["left_float"] == []
 
 
+@pytest.mark.parametrize("method", ["ssz", "gptq"])
+def test_scales_below_zero_that_the_recipe_allows_are_no_finding_and_all_others_are(
+    method: str,
+    quant: Quant,  # noqa: F811
+) -> None:
+    half = int4(method).replace("32}", "32, negative_scale: true}")
+    done = quant(recipe(step(half), saver="compressed_tensors"))
+    assert done.code == 0, done.err
+    name = "model.layers.0.mlp.up_proj"
+    below = int((tensors_of(done.path)[f"{name}.weight_scale"] < 0).sum())
+    assert done.report["modules"][name]["negative_scales"] == below > 0
+    assert verify_directory(done.path) == []
+    change_tensor(done.path, f"{name}.weight_scale", row(2, 0))
+    assert any("of its scales are zero" in str(finding) for finding in verify_directory(done.path))
+    edit_json(done.path / "quant_report.json", lambda r: r["modules"][name].pop("negative_scales"))
+    assert any(f"{name}.weight_scale: " in str(f) and "not above zero" in str(f) for f in verify_directory(done.path))
+
+
 def test_a_bias_that_int32_cannot_hold_beside_tiny_weights_is_in_the_report(
     quant: Quant,  # noqa: F811
     tmp_path: Path,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -51,6 +52,7 @@ def verify_directory(
     source: Path | None = None,
     rewritten: Collection[str] | None = None,
     searched: Collection[str] | None = None,
+    signed: Collection[str] | None = None,
 ) -> list[Finding]:
     """Broken rules of a written directory; none for a good one.
 
@@ -59,14 +61,14 @@ def verify_directory(
         source: the checkpoint it was made from; then weights are rebuilt and compared, and nothing may be missing.
         rewritten: tensors that a step changed or added on purpose, by their name in the source ("….up_proj.weight"), so
             that they cannot be compared; None takes the list `rewritten` of the directory's report.
-
         searched: linears whose codes were chosen for the layer's outputs, so that a row may move further than plain
             rounding moves it; None takes those that the report gives another method than minmax.
+        signed: linears whose method was allowed scales below zero; None takes those that the report says have some.
 
     Raises:
         InvalidModelError: `path` holds no model, or `source` is no whole checkpoint.
     """
-    return verify(Path(path), None if source is None else Path(source), rewritten, searched).findings
+    return verify(Path(path), None if source is None else Path(source), rewritten, searched, signed).findings
 
 
 def verify_main(path: Path, source: Path | None) -> int:
@@ -92,6 +94,7 @@ def verify(
     source: Path | None,
     rewritten: Collection[str] | None = None,
     searched: Collection[str] | None = None,
+    signed: Collection[str] | None = None,
 ) -> Verification:
     """As `verify_directory`, with what was counted and measured."""
     opened = open_directory(path)
@@ -105,13 +108,14 @@ def verify(
     checkpoint = None if source is None else Checkpoint(source)
     changed = _rewritten_by_report(path) if rewritten is None else set(rewritten)
     free = _searched_by_report(path) if searched is None else set(searched)
+    allowed = _signed_by_report(path) if signed is None else set(signed)
     kinds = reader.kinds()
     for kind in kinds.values():
         found.modules[kind] = found.modules.get(kind, 0) + 1
     found.findings += _check_files(stored, reader)
     rules = list(reader.check())
     found.findings += rules
-    found.findings += _check_numbers(stored)
+    found.findings += _check_numbers(stored, allowed)
     found.findings += _check_head(stored)
     broken = {module for module in kinds for finding in rules if finding.place.startswith(module)}
     for module, kind in kinds.items():
@@ -156,23 +160,24 @@ def _check_files(stored: StoredModel, reader: BaseReader) -> Iterator[Finding]:
         yield Finding(index.name, f"says {total} bytes in all, and the tensors have {real}")
 
 
-def _check_numbers(stored: StoredModel) -> Iterator[Finding]:
-    """Infinities, NaNs, and scales that are not above zero."""
+def _check_numbers(stored: StoredModel, signed: Collection[str]) -> Iterator[Finding]:
+    """Infinities, NaNs, and scales that are not above zero; those of the weights of `signed` may be below."""
     for name, info in stored.infos.items():
-        suffix = name.rpartition(".")[2]
+        module, _, suffix = name.rpartition(".")
         exponents = info.dtype is torch.uint8 and suffix == "weight_scale"
         scale = suffix.endswith("scale") or suffix == "weight_scale_second"
         if not (info.dtype.is_floating_point or exponents or suffix == "deq_scale"):
             continue
+        may_be_below = suffix == "weight_scale" and module in signed
         bad = low = 0
         for piece in stored.pieces(name):
             numbers = _as_numbers(piece, suffix)
             bad += int((~numbers.isfinite()).sum())
-            low += int((numbers <= 0).sum()) if scale else 0
+            low += int((numbers == 0 if may_be_below else numbers <= 0).sum()) if scale else 0
         if bad:
             yield Finding(name, f"{bad} of its numbers are infinite or NaN")
         if low:
-            yield Finding(name, f"{low} of its scales are not above zero")
+            yield Finding(name, f"{low} of its scales are {'zero' if may_be_below else 'not above zero'}")
 
 
 def _check_head(stored: StoredModel) -> Iterator[Finding]:
@@ -252,10 +257,17 @@ def _check_consistent(reader: BaseReader, module: str, linear: QuantLinear) -> I
                 yield Finding(info.name, f"{off} of its values do not follow from the module's other tensors")
 
 
-def _searched_by_report(path: Path) -> set[str]:
+def _modules_of_report(path: Path) -> dict[str, dict[str, Any]]:
     report = path / REPORT_FILE
-    modules = json.loads(report.read_text(encoding="utf-8")).get("modules", {}) if report.is_file() else {}
-    return {name for name, entry in modules.items() if entry.get("method", "minmax") != "minmax"}
+    return json.loads(report.read_text(encoding="utf-8")).get("modules", {}) if report.is_file() else {}
+
+
+def _searched_by_report(path: Path) -> set[str]:
+    return {name for name, entry in _modules_of_report(path).items() if entry.get("method", "minmax") != "minmax"}
+
+
+def _signed_by_report(path: Path) -> set[str]:
+    return {name for name, entry in _modules_of_report(path).items() if "negative_scales" in entry}
 
 
 def _rewritten_by_report(path: Path) -> set[str]:

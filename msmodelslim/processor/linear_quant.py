@@ -154,7 +154,18 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
                 f"dual_block_size is {widths[0]} in act.ext and {widths[1]} in weight.ext, {DUAL_BLOCK} where it is "
                 "left out; write one number in both"
             )
+        if weight.ext.model_dump().get("negative_scale") and not self._takes_negative_scales():
+            raise ValueError(
+                "weight.ext.negative_scale is for symmetric int weights of one level and inputs that are not "
+                f"calibrated, not for {self.scheme()}; take it away"
+            )
         return self
+
+    def _takes_negative_scales(self) -> bool:
+        # Of a static input, the weight's scale becomes part of deq_scale, which not every kernel reads with its sign.
+        weight = self.weight.scheme()
+        plain = weight.dtype in (QDType.INT8, QDType.INT4) and weight.symmetric and not weight.two_level
+        return plain and not self.act.scheme().is_static
 
     def scheme(self) -> LinearScheme:
         """Weight and input schemes as one value."""

@@ -49,7 +49,8 @@ def round_weights(
     owners: Mapping[str, int],
     device: torch.device,
 ) -> dict[str, tuple[WeightCodes, dict[str, Any]]]:
-    """Linear → its codes and what the method has to say about them ("weight_error" included), on every rank.
+    """Linear → its codes and what the method has to say about them, with "weight_error" and "negative_scales", if
+    any, on every rank.
 
     Args:
         method: how scales and codes are chosen.
@@ -68,7 +69,8 @@ def round_weights(
             gram = grams[name] if method.needs_gram else None
             found = method.quantize(weights[name], scheme, scale_dtype=scale_dtype, name=name, gram=gram)
             record = found.record | {"weight_error": weight_error(weights[name], found.codes, scheme)}
-            return _packed(found.codes, record)
+            below_zero = int((found.codes.scale < 0).sum())
+            return _packed(found.codes, record | ({"negative_scales": below_zero} if below_zero else {}))
 
         return work
 

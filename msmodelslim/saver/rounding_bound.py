@@ -71,7 +71,7 @@ def _row_reach(codes: WeightCodes, scheme: QScheme, errors_R: Tensor) -> Tensor:
     """‖…‖ of `_reach` over each row; what clipping may add is looked at only where the error needs it."""
     if scheme.dtype not in _EXTREMES or scheme.scope is QScope.PER_GROUP:
         return _reach(codes, scheme).norm(dim=1)
-    bounds_R = (codes.scale.flatten() * 0.5 * math.sqrt(codes.codes_OI.shape[1])).expand(len(errors_R)).clone()
+    bounds_R = (codes.scale.flatten().abs() * 0.5 * math.sqrt(codes.codes_OI.shape[1])).expand(len(errors_R)).clone()
     over_R = ~(errors_R <= bounds_R)
     if over_R.any():
         lowest, highest = _EXTREMES[scheme.dtype]

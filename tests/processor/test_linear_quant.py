@@ -20,6 +20,7 @@ STATIC = {
     "act": {"dtype": "int8", "scope": "per_tensor", "symmetric": False, "method": "minmax"},
     "weight": {"dtype": "int8", "scope": "per_channel"},
 }
+NEGATIVE = {"dtype": "int4", "scope": "per_channel", "method": "ssz", "ext": {"negative_scale": True}}
 DUAL = {half: {"dtype": "mxfp4", "scope": "dual_scale", "method": "dualscale"} for half in ("act", "weight")}
 DYNAMIC = {
     "act": {"dtype": "int8", "scope": "per_token", "method": "minmax"},
@@ -308,6 +309,11 @@ def test_every_supported_pair_runs_and_rounds_as_finely_as_its_bits_allow(t_dens
             DUAL | {"weight": {"dtype": "mxfp4", "scope": "per_block", "ext": {"dual_block_size": 64}}},
             "weight.ext.dual_block_size is for scope dual_scale, not per_block; take it away",
         ),
+        (
+            {"weight": NEGATIVE | {"symmetric": False}},
+            "negative_scale is for symmetric int weights of one level .* not for weight int4 per_channel asym",
+        ),
+        (STATIC | {"weight": NEGATIVE | {"dtype": "int8"}}, "inputs that are not calibrated, not for weight int8"),
         ({"weight": DUAL["weight"]}, "is no supported pair; mxfp4 weights go with"),
         (DYNAMIC | {"act": {"scope": "per_token"}}, "act.scope is per_token for a float input"),
     ],
