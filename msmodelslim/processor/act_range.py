@@ -54,6 +54,7 @@ class ActExt(BaseModel, frozen=True, extra="forbid"):
     )
     lower: float = Field(0.01, ge=0, le=100, description="percentile: per cent of the values that may lie below")
     upper: float = Field(99.99, ge=0, le=100, description="percentile: per cent of the values below its upper end")
+    axes: Literal[-1] = Field(-1, description="MX: the axis that blocks lie along, the features")
     dual_block_size: int = Field(
         DUAL_BLOCK, ge=MX_BLOCK, multiple_of=MX_BLOCK, description="dualscale: features that share the outer scale"
     )
@@ -69,7 +70,9 @@ class ActExt(BaseModel, frozen=True, extra="forbid"):
 
     def refuse(self, method: ActMethod, scheme: QScheme) -> None:
         """Raise `ValueError` for options of another method, and for those that the scheme cannot use."""
-        for key in sorted(self.model_fields_set):
+        if "axes" in self.model_fields_set and not scheme.is_mx:
+            raise ValueError(f"ext.axes is for mxfp8 and mxfp4, not {scheme.dtype}; take it away")
+        for key in sorted(self.model_fields_set - {"axes"}):
             if _OF_METHOD[key] is not method:
                 raise ValueError(f"ext.{key} is for method {_OF_METHOD[key]}, not {method}; take it away")
         if self.aggregation_type == "mean" and not scheme.is_static:

@@ -130,6 +130,8 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
             raise ValueError(
                 f"weight.ext.group_size is for per_group; take it away or write scope: per_group, not {weight.scope}"
             )
+        if "axes" in weight.ext.model_fields_set and not weight.scheme().is_mx:
+            raise ValueError(f"weight.ext.axes is for mxfp8 and mxfp4, not {weight.dtype}; take it away")
         if weight.ext.dual_block_size and weight.scope is not QScope.DUAL_SCALE:
             raise ValueError(f"weight.ext.dual_block_size is for scope dual_scale, not {weight.scope}; take it away")
         fits = any(

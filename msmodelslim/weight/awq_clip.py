@@ -8,6 +8,7 @@ Letters: O output rows, I input columns, R rows of a chunk, G groups of a row, E
 Source: AWQ, arXiv:2306.00978, section 4 (weight clipping).
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -96,7 +97,9 @@ class AwqClip(WeightMethod):
         return Rounded(WeightCodes(torch.cat(codes), torch.cat(scales), offset), record)
 
     def _ratios(self) -> list[float]:
-        return [1 - step / self.ext.n_grid for step in range(int(self.ext.max_shrink * self.ext.n_grid) + 1)]
+        return [
+            1 - step / self.ext.n_grid for step in range(math.floor(self.ext.max_shrink * self.ext.n_grid + 1e-9) + 1)
+        ]
 
     def _search(
         self,

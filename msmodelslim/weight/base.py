@@ -9,7 +9,7 @@ Letters: O output rows, I input columns.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -75,6 +75,7 @@ class WeightMethod(ABC):
         dual_block_size: Annotated[int, Field(ge=MX_BLOCK, multiple_of=MX_BLOCK)] | None = Field(
             None, description="columns that share the outer scale; dual_scale only, 512 when left out"
         )
+        axes: Literal[-1] = Field(-1, description="MX: the axis that blocks lie along, the last one, as it is stored")
         two_level: bool = Field(False, description="int4 groups with integer scales inside int8 channels")
 
     def __init__(self, ext: Any) -> None:

@@ -85,7 +85,7 @@ class Gptq(WeightMethod):
     diagonal_suffices = False
 
     class Ext(WeightMethod.Ext, frozen=True):
-        percdamp: float = Field(0.01, gt=0, le=1, description="damping, in mean squares of an input")
+        percdamp: float = Field(0.01, gt=0, description="damping, in mean squares of an input")
         shrinkage: float = Field(
             0.2,
             ge=0,

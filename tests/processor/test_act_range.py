@@ -188,6 +188,7 @@ def test_a_linear_that_no_sample_reached_is_refused_by_name(t_dense: Path) -> No
             "criterion kl compares evenly spaced codes, and fp8_e4m3 has none; write mse or percentile",
         ),
         ({"ext": {"bins": 99}}, "bins"),
+        ({"ext": {"axes": -1}}, "ext.axes is for mxfp8 and mxfp4, not int8; take it away"),
         ({"method": "dualscale"}, "act.method is dualscale with act.scope per_tensor; dualscale goes with dual_scale"),
         (
             {"dtype": "mxfp4", "scope": "dual_scale", "symmetric": True, "method": "minmax"},

@@ -274,6 +274,12 @@ def test_the_examples_cover_every_supported_pair() -> None:
     assert {str(w.dtype) for _, w in PAIRS} == {"int8", "int4", "fp8_e4m3", "mxfp8", "mxfp4"}
 
 
+def test_the_axis_of_mx_blocks_may_be_written_out() -> None:
+    half = {"dtype": "mxfp8", "scope": "per_block", "method": "minmax", "ext": {"axes": -1}}
+    config = LinearQConfig.model_validate({"act": half, "weight": half})
+    assert str(config.scheme()) == "weight mxfp8 per_block sym, act mxfp8 per_block sym"
+
+
 def example_name(example: dict) -> str:
     return (
         f"{LinearQConfig.model_validate(example['qconfig']).scheme()}-{example['qconfig']['weight'].get('method', '')}"
@@ -314,6 +320,11 @@ def test_every_supported_pair_runs_and_rounds_as_finely_as_its_bits_allow(t_dens
             "negative_scale is for symmetric int weights of one level .* not for weight int4 per_channel asym",
         ),
         (STATIC | {"weight": NEGATIVE | {"dtype": "int8"}}, "inputs that are not calibrated, not for weight int8"),
+        (
+            {"weight": {"dtype": "int8", "scope": "per_channel", "ext": {"axes": -1}}},
+            "weight.ext.axes is for mxfp8 and mxfp4, not int8; take it away",
+        ),
+        ({"weight": {"dtype": "mxfp8", "scope": "per_block", "ext": {"axes": 0}}}, "axes is 0: input should be -1"),
         ({"weight": DUAL["weight"]}, "is no supported pair; mxfp4 weights go with"),
         (DYNAMIC | {"act": {"scope": "per_token"}}, "act.scope is per_token for a float input"),
     ],

@@ -1,6 +1,7 @@
 """Clip search against a scalar search in float64."""
 
 import re
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -103,6 +104,17 @@ def test_the_record_states_the_losses_in_mean_squares_of_the_inputs() -> None:
     rounded, plain = clip().quantize(weight, SYM4, gram=gram), quantize_weight(weight, SYM4)
     for key, codes in (("objective", rounded.codes), ("objective_minmax", plain)):
         assert np.isclose(rounded.record[key], block_losses(weight, codes, SYM4, gram).sum() / mean, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("n_grid", "max_shrink"), [(100, 0.29), (100, 0.57), (20, 0.15), (3, 0.5)])
+def test_the_largest_share_that_may_be_clipped_is_tried_where_it_is_a_step(n_grid: int, max_shrink: float) -> None:
+    last = 1 - float(int(Fraction(str(max_shrink)) * n_grid) / n_grid)
+    weight = torch.full((1, 32), last / 7)  # which the last ratio alone rounds without loss
+    weight[0, 0] = 1.0
+    gram = Gram(torch.eye(32), 5)
+    gram.sum_II[0, 0] = 0
+    found = clip(n_grid=n_grid, max_shrink=max_shrink).quantize(weight, QScheme(INT4, CHANNEL), gram=gram).codes.scale
+    assert float(found) * 7 == pytest.approx(last)
 
 
 def test_options_change_the_grid() -> None:

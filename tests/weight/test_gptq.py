@@ -310,7 +310,9 @@ def test_damping_is_raised_until_the_matrix_can_be_factored() -> None:
     gram -= (lowest + 0.04 * float(gram.diagonal().mean())) * torch.eye(64)
     rounded = gptq().quantize(normal_weight(), SYM4, gram=Gram(gram, 200))
     assert rounded.record["damping"] == 0.1
-    assert gptq(percdamp=0.2).quantize(normal_weight(), SYM4, gram=Gram(gram, 200)).record["damping"] == 0.2
+    for percdamp in (0.2, 3.0):
+        record = gptq(percdamp=percdamp).quantize(normal_weight(), SYM4, gram=Gram(gram, 200)).record
+        assert record["damping"] == percdamp
 
 
 @pytest.mark.parametrize(
