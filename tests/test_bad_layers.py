@@ -35,7 +35,9 @@ def dead(norm_C: torch.Tensor) -> torch.Tensor:
     return norm_C.index_fill(0, torch.tensor([0, 33]), 0.0)
 
 
+FP8 = "{act: {dtype: fp8_e4m3, scope: per_token, method: minmax}, weight: {dtype: fp8_e4m3, scope: per_channel}}"
 STEPS = {
+    "fp8": [step(FP8)],
     "static": [step(STATIC)],
     "smoothed": ["    - {type: flex_smooth_quant}\n", step(DYNAMIC)],
     "int4": [

@@ -87,6 +87,8 @@ PARTS: dict[str, dict[str, _Part]] = {
     "W4A16_MXFP4": _MXFP4,
     "W4A4_MXFP4_DUALSCALE": _MXFP4 | {"weight_dual_scale": _Part((_F32,), "N G")},
 }
+#: kind → the part that is stored in the model's type
+_TYPED = {"W4A16": "weight_scale", "W8A8FP8_DYNAMIC": "weight_offset", OLD_FP8_KIND: "weight_offset"}
 _EXPERTS = re.compile(r"(.*\.experts)\.\d+\.")
 
 
@@ -127,8 +129,11 @@ class AscendV1Reader(BaseReader):
     def export_again(self, module: str, linear: QuantLinear) -> dict[str, Tensor]:
         parts = self.stored.modules[module]
         kind, bias = self._kinds[module], parts.get("scale_bias")
-        fp16 = "deq_scale" in parts and parts["deq_scale"].dtype is torch.int64
-        dtype = torch.float16 if fp16 else parts["weight_scale"].dtype if kind == "W4A16" else torch.bfloat16
+        dtype = torch.bfloat16
+        if "deq_scale" in parts and parts["deq_scale"].dtype is torch.int64:
+            dtype = torch.float16
+        elif kind in _TYPED:
+            dtype = parts[_TYPED[kind]].dtype
         columns = bias.shape[1] if bias is not None else 1
         return tensors_of(kind, linear, dtype, columns, module)
 
