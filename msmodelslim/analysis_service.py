@@ -196,6 +196,7 @@ def run_analysis(opened: OpenAnalysis) -> AnalysisResult:
         opened.rank,
         opened.world_size,
         title="analyze",
+        propagates=False,
     ).run()
     job, names, scores = opened.job, opened.context.adapter.layer_names, opened.found.scores
     order = {name: place for place, (name, _) in enumerate(opened.context.model.named_modules())}
@@ -284,6 +285,8 @@ def _refuse_small_memory(opened: OpenAnalysis) -> None:
 def _notes(opened: OpenAnalysis) -> list[str]:
     """What was left out, a sentence each."""
     found, notes = opened.found, list(opened.notes)
+    if any(step.propagates_error() for step in opened.steps):
+        notes.append("propagate_error is not followed: each module is measured on the float model's inputs")
     records = list(opened.context.record.patterns)
     if isinstance(found, (InputAnalysis, LinearErrors)):
         records += found.selection.as_records("analyze")

@@ -50,6 +50,7 @@ class BaseRunner(ABC):
         rounds: most samples that any rank has; as many as `samples` when left out.
         spare: global sample 0 where some rank has no sample, for steps with `syncs_in_forward`.
         title: what the progress says is being done.
+        propagates: False where the last step says what the next layer gets, whatever a step asks for.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class BaseRunner(ABC):
         rounds: int | None = None,
         spare: dict[str, Any] | None = None,
         title: str = "quantize",
+        propagates: bool = True,
     ) -> None:
         self._context = context
         self._processors = list(processors)
@@ -71,6 +73,7 @@ class BaseRunner(ABC):
         self._sample_count = len(self._samples) if sample_count is None else sample_count
         self._shown = shown
         self._title = title
+        self._propagates = propagates
         self._entry: dict[str, Any] = {}
         self._rounds = len(self._samples) if rounds is None else rounds
         self._spare: SpareFlow | None = None
@@ -189,8 +192,8 @@ class BaseRunner(ABC):
         saved = [p for p in self._processors if p.kind == "saver"]
         last = next((segment for segment in reversed(segments) if needs_forward(segment)), None)
         asking = next((p for p in self._processors if p.propagates_error()), None)
-        if request.datas is None or request.name == self._context.adapter.layer_names[-1]:
-            asking = None  # nothing is calibrated after it
+        if request.datas is None or request.name == self._context.adapter.layer_names[-1] or not self._propagates:
+            asking = None  # nothing is calibrated after it, or not on what it makes
         for segment in segments:
             request.input_factors = None
             for processor in segment:

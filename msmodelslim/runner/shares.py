@@ -19,6 +19,7 @@ def runner_on_share(
     rank: int,
     world_size: int,
     title: str = "quantize",
+    propagates: bool = True,
 ) -> R:
     """The runner of one rank; every rank is given all samples."""
     if any(step.sums_matrices() for step in steps):
@@ -37,4 +38,5 @@ def runner_on_share(
         rounds=max(map(len, shares)),
         spare=samples[0] if samples and not all(shares) else None,
         title=title,
+        propagates=propagates,
     )

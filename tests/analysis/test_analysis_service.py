@@ -150,6 +150,23 @@ def test_a_recipe_chooses_the_quantization(job: AnalysisJob) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("scope", "metric"), [("linear", "mse"), ("layer", "mse_layer_wise"), ("layer", "kl_model_wise")]
+)
+def test_errors_do_not_reach_later_layers_whatever_a_recipe_says(scope: str, metric: str, job: AnalysisJob) -> None:
+    plain = STATIC.replace('exclude: ["*.0.mlp.down_proj"]', 'exclude: ["model.layers.2.mlp.*"]')
+    asking = plain.replace("qconfig:", "propagate_error: true\n      qconfig:")
+    assert "propagate_error" in asking
+    found = [
+        analyze(AnalysisJob(**{**vars(job), "scope": scope, "metric": metric, "recipe_text": text}))
+        for text in (plain, asking)
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert found[1].layer_scores == found[0].layer_scores
+    told = "propagate_error is not followed: each module is measured on the float model's inputs"
+    assert told in found[1].notes and told not in found[0].notes
+
+
 def test_the_first_samples_and_tokens_can_be_taken_alone(job: AnalysisJob, model: Path) -> None:
     found = scores(job, max_samples=2, max_length=7)
     inputs = Oracle(model, [sample[:7] for sample in SAMPLES[:2]]).inputs()
