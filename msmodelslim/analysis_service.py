@@ -188,6 +188,10 @@ def open_analysis(job: AnalysisJob, rank: int = 0, world_size: int = 1) -> OpenA
 def run_analysis(opened: OpenAnalysis) -> AnalysisResult:
     """The layers, then the scores, the same on every rank."""
     start = time.perf_counter()
+    needed = _copies_bytes(opened)
+    if needed and opened.rank == 0:
+        count = len(opened.context.adapter.layer_names)
+        log.info("%s keeps %d copies of all hidden states, about %.1f GB", opened.job.metric, count, needed / 1e9)
     runner_on_share(
         LayerWiseRunner,
         opened.context,
@@ -264,20 +268,23 @@ def _refuse_nothing(opened: OpenAnalysis) -> None:
         )
 
 
+def _copies_bytes(opened: OpenAnalysis) -> int:
+    """What copies of all hidden states take, one a block; 0 where none are made."""
+    if not isinstance(opened.found, ModelErrors):
+        return 0
+    adapter = opened.context.adapter
+    width = adapter.checkpoint.config.get("hidden_size", 0)
+    return len(adapter.layer_names) * opened.tokens * width * adapter.dtype.itemsize
+
+
 def _refuse_small_memory(opened: OpenAnalysis) -> None:
     """Copies of all hidden states, one a block, have to fit."""
-    adapter = opened.context.adapter
-    if not isinstance(opened.found, ModelErrors):
-        return
-    layers, width = len(adapter.layer_names), adapter.checkpoint.config.get("hidden_size", 0)
-    needed = layers * opened.tokens * width * adapter.dtype.itemsize
+    needed = _copies_bytes(opened)
     free = devices.free_memory_bytes() if opened.job.device == "cpu" else None
-    if opened.rank == 0:
-        log.info("%s keeps %d copies of all hidden states, about %.1f GB", opened.job.metric, layers, needed / 1e9)
     if free is not None and needed > free:
         raise EnvError(
-            f"{opened.job.metric} keeps {layers} copies of the hidden states of {opened.tokens:,} tokens, "
-            f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            f"{opened.job.metric} keeps {len(opened.context.adapter.layer_names)} copies of the hidden states of "
+            f"{opened.tokens:,} tokens, {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
             "use fewer samples with --max_samples, or shorter ones with --max_length",
         )
 
@@ -294,10 +301,16 @@ def _notes(opened: OpenAnalysis) -> list[str]:
         if not one["matches"]:
             notes.append(f"{one['list']} pattern {one['pattern']!r} of {one['processor']} matched no linear")
     if found.unreached:
-        shown = ", ".join(found.unreached[:3]) + (", ..." if len(found.unreached) > 3 else "")
-        notes.append(f"{len(found.unreached)} linear(s) have no score, no token reached them: {shown}")
+        notes.append(_without_score("linear", "no token reached them", found.unreached))
+    if isinstance(found, LinearErrors) and found.left_in_float:
+        notes.append(_without_score("linear", "no step quantizes them", found.left_in_float))
     if opened.job.scope == "layer":
         left = [name for name in opened.context.adapter.layer_names if name not in found.scores]
         if left:
-            notes.append(f"{len(left)} block(s) have no score, nothing is quantized in them: {', '.join(left[:3])}")
+            notes.append(_without_score("block", "nothing is quantized in them", left))
     return notes
+
+
+def _without_score(kind: str, why: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f"{len(names)} {kind}(s) have no score, {why}: {shown}"

@@ -192,3 +192,12 @@ def test_two_ranks_print_and_write_what_one_does(t_dense: Path, tmp_path: Path) 
         found.append(([line for line in file.read_text().splitlines() if line.startswith("-")], picture))
     assert found[0] == found[1]
     assert len(found[0][0]) == 1
+
+
+@pytest.mark.parametrize("ids", ["0", "0 1"])
+def test_how_much_memory_the_copies_take_is_told_once(ids: str, t_dense: Path) -> None:
+    line = f"analyze layer --model_path {t_dense} --device cpu --device_id {ids} --threads 1 --max_samples 2"
+    line += " --max_length 8 --metrics mse_model_wise --log_level info"
+    done = subprocess.run([sys.executable, "-m", "msmodelslim", *line.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("mse_model_wise keeps 2 copies of all hidden states, about 0.0 GB") == 1

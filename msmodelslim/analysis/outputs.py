@@ -102,6 +102,8 @@ class LinearErrors(OutputAnalysis):
     def __init__(self, selection: Selection, floats: FloatLinears, context: RunContext) -> None:
         super().__init__(context)
         self.selection = selection
+        #: selected linears that no step quantizes
+        self.left_in_float: list[str] = []
         self._floats = floats
         self._names: list[str] = []
 
@@ -109,6 +111,8 @@ class LinearErrors(OutputAnalysis):
         for name, module in request.module.named_modules(prefix=request.name):
             if isinstance(module, QuantLinear):
                 self.selection.count(name)
+            elif isinstance(module, nn.Linear) and self.selection.selects(name):
+                self.left_in_float.append(name)
 
     def process(self, request: BatchProcessRequest) -> None:
         handles = []

@@ -143,11 +143,28 @@ def test_a_recipe_chooses_the_quantization(job: AnalysisJob) -> None:
     recipe = {"recipe_text": STATIC, "recipe_source": "static.yaml"}
     linear = scores(job, metric="mse", **recipe)
     assert len(linear) == 20 and "model.layers.0.mlp.down_proj" not in linear
+    result = analyze(AnalysisJob(**{**vars(job), "metric": "mse", **recipe}))
+    assert result is not None
+    assert "1 linear(s) have no score, no step quantizes them: model.layers.0.mlp.down_proj" in result.notes
     assert max(linear.values()) < 0.2 * min(scores(job, metric="mse").values())  # int8 against fp4
     for metric in METRICS["layer"]:
         assert max(scores(job, scope="layer", metric=metric, **recipe).values()) < 0.2 * min(
             scores(job, scope="layer", metric=metric).values()
         )
+
+
+def test_linears_that_a_recipe_leaves_in_float_are_named_and_those_not_asked_for_are_not(job: AnalysisJob) -> None:
+    first = STATIC.replace('exclude: ["*.0.mlp.down_proj"]', "include: [model.layers.0.*]")
+    for patterns, told in (
+        (("*",), "14 linear(s) have no score, no step quantizes them: model.layers.1.self_attn.q_proj, "),
+        (("*.1.mlp.up_proj", "*.0.*"), "1 linear(s) have no score, no step quantizes them: model.layers.1.mlp.up_proj"),
+        (("*.0.*",), ""),
+    ):
+        result = analyze(AnalysisJob(**{**vars(job), "metric": "mse", "recipe_text": first, "patterns": patterns}))
+        assert result is not None
+        assert len(result.layer_scores) == 7
+        notes = [note for note in result.notes if "have no score" in note]
+        assert [note[: len(told)] for note in notes] == ([told] if told else [])
 
 
 @pytest.mark.parametrize(
