@@ -72,6 +72,9 @@ def declared(structure: LayerStructure, layer: str, kinds: Iterable[str]) -> lis
     """The subgraphs of a layer that are of one of these kinds, in the order in which they are scaled.
 
     A norm that the structure lists several times is one subgraph with all its linears.
+
+    Raises:
+        UnsupportedError: a module is the producer, or a consumer, of two of them: its channels can move once.
     """
 
     def full(name: str) -> str:
@@ -99,7 +102,22 @@ def declared(structure: LayerStructure, layer: str, kinds: Iterable[str]) -> lis
         Subgraph(SubgraphKind.NORM_LINEAR, full(norm), tuple(map(full, linears))) for norm, linears in readers.items()
     ]
     wanted = set(kinds)
-    return [subgraph for subgraph in found if subgraph.kind in wanted]
+    chosen = [subgraph for subgraph in found if subgraph.kind in wanted]
+    _refuse_twice("source", [(one.source, one) for one in chosen])
+    _refuse_twice("consumer", [(target, one) for one in chosen for target in one.targets])
+    return chosen
+
+
+def _refuse_twice(role: str, members: Iterable[tuple[str, Subgraph]]) -> None:
+    seen: dict[str, Subgraph] = {}
+    for name, subgraph in members:
+        other = seen.setdefault(name, subgraph)
+        if other is not subgraph:
+            raise UnsupportedError(
+                f"{name} is the {role} of two subgraphs: {other.kind} {other.source} -> {', '.join(other.targets)} and "
+                f"{subgraph.kind} {subgraph.source} -> {', '.join(subgraph.targets)}",
+                "list it once in the model's structure(), or leave one kind out of enable_subgraph_type",
+            )
 
 
 def refuse_subgraph(subgraph: Subgraph, modules: Mapping[str, nn.Module], shifted: bool) -> None:
@@ -110,11 +128,14 @@ def refuse_subgraph(subgraph: Subgraph, modules: Mapping[str, nn.Module], shifte
         shifted: the channels are to be centred too, which needs a bias at the norm and at each of its linears.
 
     Raises:
-        UnsupportedError: a member is missing, has no float weight matrix or another width than the others; a norm
-            computes something else than (k + weight)·n(x) + bias; a bias is missing. Names subgraph, module and mend.
+        UnsupportedError: a member is missing, has no float weight matrix or another width than the others; value rows
+            overlap or lie outside the source; a norm computes something else than (k + weight)·n(x) + bias; a bias is
+            missing. Names subgraph, module and mend.
     """
     mend = f"exclude {subgraph.source} from smoothing"
     place = f"{subgraph.kind} {subgraph.source} -> {', '.join(subgraph.targets)}"
+    if not subgraph.targets:
+        raise UnsupportedError(f"{place}no linear that reads it is listed", mend)
     widths = {name: _matrix_shape(name, modules, mend)[1] for name in subgraph.targets}
     if subgraph.kind is SubgraphKind.NORM_LINEAR:
         if subgraph.source not in modules:
@@ -123,7 +144,11 @@ def refuse_subgraph(subgraph: Subgraph, modules: Mapping[str, nn.Module], shifte
         channels = modules[subgraph.source].get_parameter("weight").numel()
     else:
         rows = _matrix_shape(subgraph.source, modules, mend)[0]
-        channels = sum(stop - start for start, stop in subgraph.rows) if subgraph.rows else rows
+        carrying = [row for start, stop in subgraph.rows for row in range(start, stop)]
+        if len(set(carrying)) < len(carrying) or not set(carrying) <= set(range(rows)):
+            ranges = ", ".join(f"{start} to {stop}" for start, stop in subgraph.rows)
+            raise UnsupportedError(f"{place}: value rows {ranges} overlap, or {subgraph.source} has not so many", mend)
+        channels = len(carrying) if subgraph.rows else rows
         if subgraph.kind is SubgraphKind.OV and channels != subgraph.heads * subgraph.head_width:
             raise UnsupportedError(
                 f"{place}: {channels} value channels are not {subgraph.heads} key-value heads of {subgraph.head_width}",

@@ -272,6 +272,36 @@ def test_widths_that_do_not_fit_are_refused() -> None:
     assert "has 32 columns for 16 channels times 3 heads that share them" in rehearsed(structure, TinyLayer())
 
 
+@pytest.mark.parametrize("rows", [((0, 8), (4, 12)), ((8, 24),), ((0, 8), (0, 8))])
+def test_value_rows_that_overlap_or_do_not_exist_are_refused(rows: tuple[tuple[int, int], ...]) -> None:
+    structure = LayerStructure(ov=(("v", "o"),), heads=4, kv_heads=2, head_width=8, value_rows=rows)
+    told = ", ".join(f"{start} to {stop}" for start, stop in rows)
+    assert rehearsed(structure, TinyLayer()) == (
+        f"ov model.layers.0.v -> model.layers.0.o: value rows {told} overlap, or model.layers.0.v has not so many; "
+        "exclude model.layers.0.v from smoothing"
+    )
+
+
+def test_a_member_of_two_subgraphs_in_one_role_is_refused() -> None:
+    structure = LayerStructure(linear_linear=(("v", "o"),), ov=(("v", "o"),), heads=4, kv_heads=2, head_width=8)
+    assert rehearsed(structure, TinyLayer()) == (
+        "model.layers.0.v is the source of two subgraphs: ov model.layers.0.v -> model.layers.0.o and linear-linear "
+        "model.layers.0.v -> model.layers.0.o; list it once in the model's structure(), or leave one kind out of "
+        "enable_subgraph_type"
+    )
+    structure = LayerStructure(norm_linears=(("norm_1", ("q", "k", "v")), ("norm_2", ("gate", "up", "q"))))
+    assert rehearsed(structure, TinyLayer()).startswith(
+        "model.layers.0.q is the consumer of two subgraphs: norm-linear"
+    )
+
+
+def test_a_norm_without_linears_is_refused() -> None:
+    assert rehearsed(LayerStructure(norm_linears=(("norm_1", ()),)), TinyLayer()) == (
+        "norm-linear model.layers.0.norm_1 -> no linear that reads it is listed; exclude model.layers.0.norm_1 from "
+        "smoothing"
+    )
+
+
 def test_a_group_that_does_not_divide_the_columns_is_refused_by_a_search() -> None:
     weight = {"dtype": "int4", "scope": "per_group", "ext": {"group_size": 32}}
     layer = TinyLayer()
