@@ -114,8 +114,13 @@ class FlexStatsCollector:
         Args:
             dist_helper: says which modules are shared; all of them when None.
             on_cpu: keep the merged tensors in host memory.
+
+        Raises:
+            ValueError: a hook was made under a name that no rank has a module of.
         """
         for name in sorted(self.act_stats):
+            if dist_helper is not None and not dist_helper.is_all(name):
+                raise ValueError(f"{name!r} is no module of the DistHelper; give create_hook the module's full name")
             if dist_helper is None or dist_helper.is_shared(name):
                 order = None if self._sample_id is None else self._samples[name]
                 merged = sync_gather_tensor_lists(self.act_stats[name][StatKey.TENSOR], on_cpu, order=order, name=name)

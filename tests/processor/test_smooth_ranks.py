@@ -170,3 +170,13 @@ def test_a_collector_that_nothing_reached_takes_part() -> None:
     collector.create_hook("never")
     collector.sync_act_stats()
     assert collector.act_stats == {"never": {StatKey.TENSOR: []}}
+
+
+def test_a_hook_under_a_name_that_is_no_module_is_refused_rather_than_left_unmerged() -> None:
+    model = nn.ModuleDict({"mlp": nn.ModuleDict({"up": nn.Linear(2, 2)})})
+    collector = FlexStatsCollector()
+    model["mlp"]["up"].register_forward_hook(collector.create_hook("mlp.up"))  # type: ignore[index]
+    with pytest.raises(
+        ValueError, match=r"'mlp\.up' is no module of the DistHelper; give create_hook the module's full"
+    ):
+        collector.sync_act_stats(DistHelper(model, prefix="model.layers.0"))
