@@ -309,6 +309,8 @@ class _Check:
         except ValidationError as error:
             places: dict[KeyPath, list[ErrorDetails]] = {}
             for found in error.errors(include_url=False):
+                if found["type"] == "too_short" and len(found["input"]) >= found["ctx"]["min_length"]:
+                    continue  # it counts the items that are right; the others have mistakes of their own
                 places.setdefault(_place(value, found["loc"], found["type"] == "missing"), []).append(found)
             for place, errors in places.items():
                 self._note((*path, *place), sentence(errors, place, model))

@@ -250,6 +250,7 @@ spec:
         ("qconfig: {weight: {}}\ninclude: '*'", 6, "include: '*' is text; write a list, ['*']"),
         ("qconfig: {weight: {}}\ninclude:", 6, "include: is empty; indent a list below it, or take the key away"),
         ("qconfig: {weight: {}}\ninclude: []", 6, "include: has 0 items; give at least 1 item"),
+        ("qconfig: {weight: {}}\ninclude: [3]", 6, "include[0]: 3 is a whole number; put it in quotes"),
         ("qconfig: {weight: {}}\ninclude: ['*', 3]", 6, "include[1]: 3 is a whole number; put it in quotes"),
         ("qconfig: {weight: {}}\neither: x", 6, "either: 'x' is text; write a whole number or a list"),
         (
