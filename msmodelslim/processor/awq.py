@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from msmodelslim.ir.scheme import LinearScheme, QScope
 from msmodelslim.processor.flex_smooth_quant import grid
-from msmodelslim.processor.linear_quant import WeightConfig
+from msmodelslim.processor.linear_quant import WeightConfig, refuse_weight
 from msmodelslim.processor.smooth import SmoothConfig, SmoothProcessor
 from msmodelslim.processor.smooth_search import UNCHANGED, Exponents, Formula, Plan
 from msmodelslim.registry import register
@@ -28,13 +28,14 @@ class AwqProcessor(SmoothProcessor):
         duo_scaling: bool = Field(True, description="false leaves the weights' part out: s = mean|x|^r")
 
         @model_validator(mode="after")
-        def _has_a_group_for_groups(self) -> Self:
+        def _is_supported(self) -> Self:
             weight = self.weight_qconfig
             if weight.ext.group_size and weight.scope is not QScope.PER_GROUP:
                 raise ValueError(
                     f"weight_qconfig.ext.group_size is for per_group; take it away or write scope: per_group, not "
                     f"{weight.scope}"
                 )
+            refuse_weight(weight)
             return self
 
     @classmethod

@@ -19,7 +19,7 @@ class IterSmoothProcessor(SmoothProcessor):
 
     class Config(SmoothConfig, frozen=True, extra="forbid"):
         alpha: float = Field(0.9, ge=0, le=1, description="share of the range that moves into the weights")
-        scale_min: float = Field(1e-5, gt=0, description="smallest factor")
+        scale_min: float = Field(1e-5, gt=0, allow_inf_nan=False, description="smallest factor")
         symmetric: bool = Field(True, description="false also centres channels; needs biases at norms and linears")
         group_method: Literal["mean", "max"] = Field(
             "mean", description="query heads that share a value: mean of their factors, or one from their largest sizes"

@@ -174,6 +174,18 @@ class LinearQConfig(BaseModel, frozen=True, extra="forbid"):
         return LinearScheme(self.weight.scheme(), self.act.scheme())
 
 
+def refuse_weight(weight: WeightConfig) -> None:
+    """Raise ValueError where no supported pair has a weight like this, whatever the input is."""
+    fits = any(
+        (weight.dtype, weight.ext.two_level) == (w.dtype, w.two_level)
+        and weight.scope in w.scopes
+        and weight.symmetric in w.sym
+        for _, w in PAIRS
+    )
+    if not fits:
+        raise ValueError(f"weight {weight.scheme()} is of no supported pair; {_offer(weight.dtype)}")
+
+
 def _offer(dtype: QDType) -> str:
     """The pairs for weights of this number type, in words."""
     words = [

@@ -34,7 +34,9 @@ class SmoothConfig(BaseModel, frozen=True, extra="forbid"):
         min_length=1,
         description="kinds of producers whose channels are scaled",
     )
-    include: tuple[Pattern, ...] | None = Field(None, description="producers to scale (norm, v, up); all when left out")
+    include: tuple[Pattern, ...] | None = Field(
+        None, min_length=1, description="producers to scale (norm, v, up); all when left out"
+    )
     exclude: tuple[Pattern, ...] | None = Field(None, description="producers to leave alone; wins over include")
 
 

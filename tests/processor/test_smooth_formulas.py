@@ -8,6 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from msmodelslim.errors import SchemaValidateError
 from msmodelslim.processor.smooth_search import Exponents, Formula, channel_factors
 from msmodelslim.processor.smooth_subgraphs import Subgraph, SubgraphKind
 from msmodelslim.recipe import parse_recipe
@@ -182,12 +183,24 @@ def test_a_recipe_with_every_preset_is_read() -> None:
             {"symmetric": False, "enable_subgraph_type": ["ov"]},
             "symmetric: false centres norm-linear only; add it to enable_subgraph_type, or leave it true",
         ),
+        ("iter_smooth", {"scale_min": float("inf")}, "finite number"),
+        ("iter_smooth", {"include": []}, "at least 1 item"),
         ("flex_smooth_quant", {"beta": 1.5}, "less than or equal to 1"),
         ("awq", {"weight_qconfig": W4_GROUPS, "n_grid": 0}, "greater than 0"),
         (
             "awq",
             {"weight_qconfig": {"dtype": "int4", "scope": "per_channel", "ext": {"group_size": 64}}},
             "weight_qconfig.ext.group_size is for per_group; take it away or write scope: per_group, not per_channel",
+        ),
+        (
+            "awq",
+            {"weight_qconfig": {"dtype": "int4", "scope": "per_token"}},
+            "weight int4 per_token sym is of no supported pair; int4 weights go with: weight per_channel|per_group",
+        ),
+        (
+            "awq",
+            {"weight_qconfig": {"dtype": "float", "scope": "per_channel"}},
+            "weight float is of no supported pair; a weight dtype of float quantizes nothing",
         ),
         ("flex_awq_ssz", {"qconfig": W4A8, "gamma": 1}, "Extra inputs are not permitted"),
     ],
@@ -196,6 +209,21 @@ def test_options_out_of_range_are_refused(preset: str, options: dict, message: s
     with pytest.raises(ValidationError) as error:
         lookup("processor", preset).Config.model_validate(options)
     assert message in str(error.value)
+
+
+def test_every_weight_that_linear_quant_takes_may_be_smoothed_for() -> None:
+    for options in lookup("processor", "linear_quant").examples():  # type: ignore[attr-defined]
+        lookup("processor", "awq").Config.model_validate({"weight_qconfig": options["qconfig"]["weight"]})
+
+
+def test_a_wrong_kind_of_producer_is_one_mistake() -> None:
+    text = RECIPE.replace("[ov, up-down]", "[norm_linear]")
+    with pytest.raises(SchemaValidateError) as error:
+        parse_recipe(text, "mine.yaml")
+    assert str(error.value) == (
+        "mine.yaml:8: spec.process[1].enable_subgraph_type[0]: 'norm_linear' is not known here; write 'norm-linear' "
+        "(of norm-linear, linear-linear, ov, up-down)"
+    )
 
 
 def test_fixed_exponents_leave_nothing_to_search() -> None:
