@@ -299,7 +299,7 @@ def _notes(opened: OpenAnalysis) -> list[str]:
         records += found.selection.as_records("analyze")
     for one in records:
         if not one["matches"]:
-            notes.append(f"{one['list']} pattern {one['pattern']!r} of {one['processor']} matched no linear")
+            notes.append(f"{one['list']} pattern {one['pattern']!r} of {one['processor']} matched nothing it works on")
     if found.unreached:
         notes.append(_without_score("linear", "no token reached them", found.unreached))
     if isinstance(found, LinearErrors) and found.left_in_float:

@@ -109,7 +109,7 @@ def print_summary(report: dict[str, Any], planned: bool = False) -> None:
 def attention(report: dict[str, Any]) -> list[str]:
     """What was left out, fell back or matched nothing, one sentence each."""
     dead = [
-        f"{p['list']} pattern {p['pattern']!r} of {p['processor']} matched no linear"
+        f"{p['list']} pattern {p['pattern']!r} of {p['processor']} matched nothing it works on"
         for p in report["patterns"]
         if not p["matches"] and p["pattern"] != "*"
     ]

@@ -148,7 +148,7 @@ def test_the_report_tells_schemes_errors_patterns_and_fingerprints(
         assert {"load", "forward", "linear_quant"} <= set(entry["seconds"])
     assert report["versions"]["torch"] == torch.__version__
     shown = capsys.readouterr().out
-    assert "exclude pattern '*.nothing' of linear_quant matched no linear" in shown
+    assert "exclude pattern '*.nothing' of linear_quant matched nothing it works on" in shown
     assert "1 linear(s) of the decoder layers stay in float: model.layers.1.mlp.down_proj" in shown
 
 
@@ -168,6 +168,22 @@ def test_the_report_tells_the_exponents_of_every_scaled_producer(tmp_path: Path,
         for layer in (0, 1)
         for part, kind in parts.items()
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ("enable_subgraph_type: [linear-linear]", "linear-linear"),  # this family's layers have none
+        ("enable_subgraph_type: [ov, up-down], exclude: ['*.v_proj', '*.up_proj']", "ov, up-down"),
+    ],
+)
+def test_a_smoothing_step_that_scales_nothing_is_told(
+    options: str, kinds: str, job: Callable[..., QuantJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    smoothing = f"    - {{type: iter_smooth, {options}}}\n"
+    quantize(job(recipe().replace("    - type: linear_quant", smoothing + "    - type: linear_quant")))
+    told = f"note: iter_smooth scales nothing: no producer of this model's layers is selected ({kinds})"
+    assert told in capsys.readouterr().out
 
 
 def test_a_dry_run_reads_no_weight_and_writes_nothing(

@@ -56,6 +56,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         self._losses: StatStore | None = None
         self._shared: DistHelper | None = None
         self._subgraphs: list[Subgraph] = []
+        self._selected = 0  # in the whole model, counted by the rehearsal
         self._inputs: InputStatistics | None = None
         self._readers: NormReaders | None = None
 
@@ -84,6 +85,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
             self._selection.count(subgraph.source)
             if not self._selection.selects(subgraph.source):
                 continue
+            self._selected += 1
             refuse_subgraph(subgraph, modules, self._plan.shift)
             if self._plan.stages:
                 for name in subgraph.targets:
@@ -92,6 +94,11 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
 
     def pre_run(self) -> None:
         self.context.record.patterns += self._selection.as_records(self.registered_name)
+        if not self._selected:
+            kinds = ", ".join(self.config.enable_subgraph_type)
+            self.context.record.warnings.append(
+                f"{self.registered_name} scales nothing: no producer of this model's layers is selected ({kinds})"
+            )
 
     def preprocess(self, request: BatchProcessRequest) -> None:
         if self._store is None:

@@ -135,7 +135,7 @@ def test_a_block_without_quantized_linears_has_no_score_and_is_named(job: Analys
         )
         assert result is not None
         assert {one.name for one in result.layer_scores} == {"model.layers.0", "model.layers.2"}
-        assert "include pattern 'no' of linear_quant matched no linear" in result.notes
+        assert "include pattern 'no' of linear_quant matched nothing it works on" in result.notes
         assert "1 block(s) have no score, nothing is quantized in them: model.layers.1" in result.notes
 
 
