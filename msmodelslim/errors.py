@@ -32,6 +32,23 @@ class InvalidModelError(ModelslimError):
     code = 201
 
 
+class BadSampleError(InvalidModelError):
+    """A calibration sample that the model answers with infinity or NaN.
+
+    All ranks agree on it, so each raises this; it is told of the rank that forwarded the sample.
+
+    Args:
+        sample: its global number.
+    """
+
+    #: the rank that forwarded the sample; None in a run of one rank, and until the runner has noted it
+    rank: int | None = None
+
+    def __init__(self, message: str, action: str = "", *, sample: int) -> None:
+        super().__init__(message, action)
+        self.sample = sample
+
+
 class InvalidDatasetError(ModelslimError):
     """Calibration data that cannot be used; names file, sample and field."""
 

@@ -165,7 +165,11 @@ def test_a_fault_ends_all_ranks_is_told_once_and_leaves_nothing(
     assert_failed_as_one(ended, tmp_path, one_device, 1, told)
 
 
-def test_an_activation_that_is_not_finite_on_one_rank_is_named_with_its_sample(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["linear_quant", "smooth_quant"])
+def test_an_activation_that_is_not_finite_is_named_with_its_sample_and_the_rank_that_held_it(
+    step: str, tmp_path: Path
+) -> None:
+    """C26"""
     config = fixtures.model_config("llama", torch.bfloat16)
     tensors = fixtures.dense_tensors(config, 0, torch.bfloat16)
     tensors["model.embed_tokens.weight"][300] = torch.inf
@@ -174,9 +178,10 @@ def test_an_activation_that_is_not_finite_on_one_rank_is_named_with_its_sample(t
     lines = dataset.read_text().splitlines()
     lines[2] = lines[2].replace("17", "300", 1)  # token 300 is in sample 2 alone
     dataset.write_text("\n".join(lines))
+    process = [] if step == "linear_quant" else [{"type": step}]
     cause = r"model\.layers\.0\.self_attn\.q_proj: its input is not finite in calibration sample 2"
-    for devices, place in ((1, ".*"), (4, r" \(rank \d, model\.layers\.0, linear_quant, postprocess\)")):
-        words = quant_words(tmp_path / "in", model, tmp_path / "results" / "out", dataset, devices)
+    for devices, place in ((1, ".*"), (4, rf" \(rank 2, model\.layers\.0, {step}, postprocess\)")):
+        words = quant_words(tmp_path / "in", model, tmp_path / "results" / "out", dataset, devices, process)
         ended = run(tmp_path / str(devices), words)
         assert ended.code == 1 and ended.left == []
         assert len(ended.told) == 1 and re.match(f"error: {cause}{place}; take that sample out", ended.told[0])

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from torch import nn
 
 from msmodelslim.analysis.sharing import shared_names, union
-from msmodelslim.errors import InvalidModelError
+from msmodelslim.errors import BadSampleError
 from msmodelslim.observer.min_max import AgreedRange, MinMaxObserver
 from msmodelslim.observer.moments import MomentObserver
 from msmodelslim.observer.value_counts import ValueCountObserver, quantiles
@@ -90,9 +90,10 @@ class InputAnalysis(BaseSessionProcessor):
         for group in self._groups:
             first, seen = group[0], ranges[group[0]]
             if seen.first_bad is not None:
-                raise InvalidModelError(
+                raise BadSampleError(
                     f"{first}: its input is not finite in calibration sample {seen.first_bad}",
                     "take that sample out, or look for what is wrong with the model's weights",
+                    sample=seen.first_bad,
                 )
             if seen.minimum > seen.maximum:
                 self.unreached += group

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from msmodelslim.distributed.stat_agree import StatKind
 from msmodelslim.distributed.stat_store import StatStore
-from msmodelslim.errors import InvalidModelError
+from msmodelslim.errors import BadSampleError
 
 #: of each sample: Σ(y − ŷ)², Σy²
 _PARTS = ("lost", "total")
@@ -38,7 +38,7 @@ class LostSquares:
             is_shared: whether all ranks hold this module.
 
         Raises:
-            InvalidModelError: an output is not finite; names module and sample.
+            BadSampleError: an output is not finite; names module and sample.
         """
         store = StatStore(sample_ids, sample_count)
         names = list(names)
@@ -70,14 +70,15 @@ def share_lost(lost: Sequence[float], total: Sequence[float]) -> float:
 
 
 def refuse_infinite(name: str, what: str, values: Sequence[float], sample_ids: Sequence[int]) -> None:
-    """Raise InvalidModelError for the first sample whose value is not finite."""
+    """Raise BadSampleError for the first sample whose value is not finite."""
     for sample, value in zip(sample_ids, values, strict=True):
         if not math.isfinite(value):
-            raise InvalidModelError(
+            raise BadSampleError(
                 f"{name}: its {what} output is not finite in calibration sample {sample}",
                 "take that sample out, or look for what is wrong with the model's weights"
                 if what == "float"
                 else "choose a scheme of more range for it, or exclude it",
+                sample=sample,
             )
 
 

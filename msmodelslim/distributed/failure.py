@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from msmodelslim.distributed.watchdog import Place
-from msmodelslim.errors import ModelslimError
+from msmodelslim.errors import BadSampleError, ModelslimError
 
 
 class RankFailedError(ModelslimError):
@@ -78,13 +78,13 @@ class Failure:
 
 
 def failure_of(error: BaseException, rank: int, place: Place) -> Failure:
-    """Write down `error`, which rank `rank` met at `place`."""
+    """Write down `error`, which rank `rank` met at `place`; that of a sample is told of the rank that forwarded it."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/torch/" not in frame.filename] or list(frames)
     known = isinstance(error, ModelslimError) and not isinstance(error, RankFailedError)
     cls = type(error)
     return Failure(
-        rank=rank,
+        rank=error.rank if isinstance(error, BadSampleError) and error.rank is not None else rank,
         place=place,
         kind=cls.__name__,
         error_class=f"{cls.__module__}:{cls.__qualname__}" if known and "<locals>" not in cls.__qualname__ else "",

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
-from msmodelslim.errors import InvalidModelError, UnsupportedError
+from msmodelslim.errors import BadSampleError, UnsupportedError
 from msmodelslim.ir.quantize import FP8_BLOCK
 from msmodelslim.ir.scheme import MX_BLOCK, QDType, QScheme, QScope
 from msmodelslim.observer.histogram import AgreedHistogram, DyadicHistogram, HistogramObserver
@@ -204,7 +204,7 @@ class ActRanges:
             factors: linear → what its input columns have been divided by since [I]; only with `by_column`.
 
         Raises:
-            InvalidModelError: an input was not finite; names the linear and the first sample.
+            BadSampleError: an input was not finite; names the linear and the first sample.
             UnsupportedError: no sample reached a linear on any rank; names it.
         """
         if isinstance(self._observer, MinMaxObserver):
@@ -244,9 +244,10 @@ class ActRanges:
 
 def _extrema(name: str, seen: AgreedRange) -> tuple[Tensor, Tensor]:
     if seen.first_bad is not None:
-        raise InvalidModelError(
+        raise BadSampleError(
             f"{name}: its input is not finite in calibration sample {seen.first_bad}",
             "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
+            sample=seen.first_bad,
         )
     if seen.minimum > seen.maximum:
         raise UnsupportedError(

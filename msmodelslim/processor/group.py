@@ -89,9 +89,7 @@ class GroupProcessor(BaseSessionProcessor):
         return all(child.shares_forward() for child in self._children)
 
     def rescales_inputs(self) -> bool:
-        return any(child.rescales_inputs() for child in self._children) and all(
-            child.rescales_inputs() or child.shares_forward() for child in self._children
-        )
+        return all(child.rescales_inputs() for child in self._children)
 
     def follows_rescaling(self) -> bool:
         return all(child.follows_rescaling() or child.is_data_free() for child in self._children)

@@ -112,7 +112,10 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         for subgraph in self._subgraphs:
             refuse_subgraph(subgraph, modules, self._plan.shift)
         self._inputs = InputStatistics(self._store, request.sample_count, lambda: request.sample_id)
-        for subgraph in self._subgraphs:
+        order = {
+            name: at for at, name in enumerate(modules)
+        }  # as data flows, so that the cause is told, not its echoes
+        for subgraph in sorted(self._subgraphs, key=lambda one: order[one.targets[0]]):
             first = modules[subgraph.targets[0]]
             width = first.get_parameter("weight").shape[1]
             self._inputs.watch(

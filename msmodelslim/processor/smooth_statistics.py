@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from msmodelslim.distributed import DistHelper, Stat, StatStore
-from msmodelslim.errors import InvalidModelError
+from msmodelslim.errors import BadSampleError
 from msmodelslim.observer.gram_sum import packed_gram, rescaled_gram, unpacked_gram
 from msmodelslim.observer.watcher import Watcher
 from msmodelslim.processor.smooth_rescale import wide
@@ -106,21 +106,23 @@ class InputStatistics(Watcher):
         """Name → statistics of all ranks; without the linears that no sample reached on any rank.
 
         Raises:
-            InvalidModelError: an input was not finite; names the linear and the first sample.
+            BadSampleError: an input was not finite; names the first linear watched and its first such sample.
         """
         for name, kept in self._tokens.items():
             for sample, parts in kept.items():
                 self._store.add_scalar(f"{name}:kept", sample, sum(map(len, parts)))
         found = self._store.agree(shared)
         stats = {}
-        for name in sorted({stream.partition(":")[0] for stream in found}):
+        # In the order of watching; a stream of this layer that was not watched here is another rank's alone.
+        for name in [one for one in self._tokens if f"{one}:min" in found]:
             values = {word: found[f"{name}:{word}"].value for word in _WORDS if f"{name}:{word}" in found}
             bad = values["not finite"]
             assert bad is not None and values["min"] is not None and values["max"] is not None, f"{name} was seen"
             if int(bad) != _NO_SAMPLE:
-                raise InvalidModelError(
+                raise BadSampleError(
                     f"{name}: its input is not finite in calibration sample {int(bad)}",
                     "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
+                    sample=int(bad),
                 )
             total_I, tokens = values.get("sum"), values.get("tokens")
             kept, judged = self._tokens.pop(name, {}), judged_samples(found.get(f"{name}:kept"))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
-from msmodelslim.errors import EnvError, InvalidModelError, UnsupportedError
+from msmodelslim.errors import BadSampleError, EnvError, InvalidModelError, UnsupportedError
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.runner.progress import LayerProgress
@@ -50,6 +50,7 @@ class BaseRunner(ABC):
         rounds: most samples that any rank has; as many as `samples` when left out.
         spare: global sample 0 where some rank has no sample, for steps with `syncs_in_forward`.
         title: what the progress says is being done.
+        holders: the rank that forwards each sample, by global number; none in a run of one rank.
         propagates: False where the last step says what the next layer gets, whatever a step asks for.
     """
 
@@ -65,8 +66,10 @@ class BaseRunner(ABC):
         spare: dict[str, Any] | None = None,
         title: str = "quantize",
         propagates: bool = True,
+        holders: Sequence[int] = (),
     ) -> None:
         self._context = context
+        self._holders = holders
         self._processors = list(processors)
         self._samples = list(samples)
         self._sample_ids = list(sample_ids)
@@ -112,9 +115,11 @@ class BaseRunner(ABC):
         try:
             with torch.no_grad(), _memory_told(self._samples):
                 self._run()
-        except BaseException:
+        except BaseException as error:
             for processor in self._processors:
                 processor.abort()
+            if isinstance(error, BadSampleError) and self._holders:
+                error.rank = self._holders[error.sample]
             raise
 
     def _run(self) -> None:

@@ -28,6 +28,7 @@ def runner_on_share(
         every = list(range(len(samples)))
         shares = [rank_share(every, one, world_size) for one in range(world_size)]
     mine = shares[rank]
+    held_by = {sample: one for one, share in enumerate(shares) for sample in share}
     return cls(
         context,
         steps,
@@ -39,4 +40,5 @@ def runner_on_share(
         spare=samples[0] if samples and not all(shares) else None,
         title=title,
         propagates=propagates,
+        holders=[held_by[sample] for sample in sorted(held_by)] if world_size > 1 else (),
     )

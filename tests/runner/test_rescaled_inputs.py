@@ -132,6 +132,16 @@ def test_which_steps_share_a_forward_behind_smoothing(t_dense: Path) -> None:
     assert share_forwards(steps) == [[steps[0]], [steps[1]], [steps[2]]]
 
 
+def test_smoothing_behind_a_group_that_rounds_has_a_forward_of_its_own(t_dense: Path) -> None:
+    context = context_for(t_dense)
+    group = step(context, "group", configs=(Child(*UP_DOWN), Child(*rounding(STATIC, include=["*mlp*"]))))
+    after = step(context, REST[0], **REST[1])
+    assert share_forwards([group, after]) == [[group], [after]]
+    both = step(context, "group", configs=(Child(*UP_DOWN), Child(*REST)))
+    rounds = step(context, "linear_quant", **rounding(STATIC)[1])
+    assert share_forwards([both, rounds]) == [[both, rounds]]
+
+
 class Child:
     """A step inside a group, as a recipe's model holds it."""
 
