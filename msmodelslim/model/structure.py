@@ -16,6 +16,8 @@ class LayerStructure:
         ov: (v, o): the value projection and the output projection that mixes the heads' values.
         up_down: (up, down): a linear whose output reaches `down` through products only.
         linear_linear: (first, second): `second` reads the output of `first` and nothing else does.
+        unfused: linears that read one tensor whose producer cannot be scaled, and which is none of the above. Smoothing
+            them needs a multiplication at run time, for which no format has a reader.
         fused: linears that engines fuse into one: same scheme, same activation scale.
         row_parallel: linears that engines split along their input; every other one along its output.
         heads: query heads.
@@ -30,6 +32,7 @@ class LayerStructure:
     ov: tuple[tuple[str, str], ...] = ()
     up_down: tuple[tuple[str, str], ...] = ()
     linear_linear: tuple[tuple[str, str], ...] = ()
+    unfused: tuple[tuple[str, ...], ...] = ()
     fused: tuple[tuple[str, ...], ...] = ()
     row_parallel: frozenset[str] = field(default_factory=frozenset)
     heads: int = 0
@@ -40,7 +43,7 @@ class LayerStructure:
     def input_groups(self, layer_name: str, names: Sequence[str]) -> list[list[str]]:
         """Full names of linears of the layer, those together that read one tensor; each is in exactly one group."""
         groups = []
-        for _, linears in self.norm_linears:
+        for linears in (*(linears for _, linears in self.norm_linears), *self.unfused):
             full = [f"{layer_name}.{linear}" for linear in linears]
             groups.append([name for name in full if name in names])
         grouped = {name for group in groups for name in group}

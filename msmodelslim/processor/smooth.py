@@ -6,7 +6,7 @@ this order (each sees the weights as the ones before left them), and puts the ne
 """
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,14 @@ from msmodelslim.processor.patterns import Pattern, Selection
 from msmodelslim.processor.smooth_rescale import LayerRescale
 from msmodelslim.processor.smooth_search import Case, Exponents, ExponentSearch, Plan, weight_size
 from msmodelslim.processor.smooth_statistics import InputStatistics, InputStats
-from msmodelslim.processor.smooth_subgraphs import NormReaders, Subgraph, SubgraphKind, declared, refuse_subgraph
+from msmodelslim.processor.smooth_subgraphs import (
+    NormReaders,
+    Subgraph,
+    SubgraphKind,
+    declared,
+    open_inputs,
+    refuse_subgraph,
+)
 
 KindName = Literal["norm-linear", "linear-linear", "ov", "up-down"]
 
@@ -64,6 +71,9 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
     def plan(self) -> Plan:
         """What this preset makes of the engine."""
 
+    #: whether linears without a producer that could be scaled are smoothed, too
+    smooths_unfused: ClassVar[bool] = True
+
     def sums_matrices(self) -> bool:
         return bool(self._plan.stages) and self._plan.scheme.act.is_float
 
@@ -80,12 +90,13 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         return True  # every decision follows from what the ranks agreed on
 
     def rehearse(self, request: BatchProcessRequest) -> None:
-        modules = _modules(request)
-        for subgraph in self._declared(request):
-            self._selection.count(subgraph.source)
-            if not self._selection.selects(subgraph.source):
+        for declared_ in self._declared(request):
+            self._selection.count(declared_.source)
+            if not self._selection.selects(declared_.source):
                 continue
             self._selected += 1
+            subgraph = open_inputs(declared_, request.module, request.name)
+            modules = _modules(request)
             refuse_subgraph(subgraph, modules, self._plan.shift)
             if self._plan.stages:
                 for name in subgraph.targets:
@@ -104,18 +115,17 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         if self._store is None:
             self._store = StatStore(request.sample_ids, request.sample_count, device=self.context.device)
             self._losses = StatStore(request.sample_ids, request.sample_count)  # float64, which not every device has
+        selected = [one for one in self._declared(request) if self._selection.selects(one.source)]
+        self._subgraphs = [open_inputs(one, request.module, request.name) for one in selected]
         modules = _modules(request)
-        self._subgraphs = [one for one in self._declared(request) if self._selection.selects(one.source)]
         if dist.is_available() and dist.is_initialized():
             self._shared = DistHelper(request.module, prefix=request.name)
             self._refuse_half_shared(self._shared)
         for subgraph in self._subgraphs:
             refuse_subgraph(subgraph, modules, self._plan.shift)
         self._inputs = InputStatistics(self._store, request.sample_count, lambda: request.sample_id)
-        order = {
-            name: at for at, name in enumerate(modules)
-        }  # as data flows, so that the cause is told, not its echoes
-        for subgraph in sorted(self._subgraphs, key=lambda one: order[one.targets[0]]):
+        order = list(modules)  # about as data flows, so that the cause is told, not its echoes
+        for subgraph in sorted(self._subgraphs, key=lambda one: order.index(one.targets[0])):
             first = modules[subgraph.targets[0]]
             width = first.get_parameter("weight").shape[1]
             self._inputs.watch(
@@ -143,7 +153,7 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         rescale = LayerRescale(_modules(request))
         search = ExponentSearch(self._plan, self._losses, self.context.adapter.dtype, self._shared)
         for kind in SubgraphKind:
-            if kind in self.config.enable_subgraph_type:
+            if kind in self._kinds(request):
                 self._scale(self._cases(kind, stats, rescale), search, rescale)
         if self.rescales_inputs():
             for name, factor_I in rescale.input_factors().items():
@@ -157,8 +167,11 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
                 watching.close()
 
     def _declared(self, request: BatchProcessRequest) -> list[Subgraph]:
-        structure = self.context.adapter.structure(request.module)
-        return declared(structure, request.name, self.config.enable_subgraph_type)
+        return declared(self.context.adapter.structure(request.module), request.name, self._kinds(request))
+
+    def _kinds(self, request: BatchProcessRequest) -> tuple[str, ...]:
+        unfused = self.smooths_unfused and self.context.adapter.structure(request.module).unfused
+        return (*self.config.enable_subgraph_type, *([SubgraphKind.NON_FUSION] if unfused else []))
 
     def _cases(self, kind: SubgraphKind, stats: dict[str, InputStats], rescale: LayerRescale) -> list[Case]:
         cases = []

@@ -18,6 +18,8 @@ from msmodelslim.registry import register
 class SmoothQuantProcessor(SmoothProcessor):
     """Moves activation range into the weights of the linears behind each norm, half of it unless `alpha` says else."""
 
+    smooths_unfused = False
+
     class Config(SmoothConfig, frozen=True, extra="forbid"):
         alpha: float = Field(0.5, gt=0, lt=1, description="share of the range that moves into the weights")
         symmetric: bool = Field(True, description="false also centres channels; needs biases at norms and linears")

@@ -38,6 +38,7 @@ class LayerRescale:
         self._modules = modules
         self._changes: dict[str, Change] = {}
         self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._scales: dict[str, Tensor] = {}  # in front of linears without a producer
 
     def weight(self, name: str, rows_R: Tensor | None = None) -> Tensor:
         """A linear's weight as it stands, with all factors so far; float32, or float64 if the weight is.
@@ -90,7 +91,13 @@ class LayerRescale:
             Why nothing was changed; "" when all was.
         """
         source = self._modules[subgraph.source]
-        if subgraph.kind is SubgraphKind.NORM_LINEAR:
+        scales: dict[str, Tensor] = {}
+        tried: dict[str, Change] = {}
+        if subgraph.kind is SubgraphKind.NON_FUSION:
+            scales, factor_C = self._input_scales(subgraph, factor_C)
+            if not all(torch.isfinite(scale_I).all() and (scale_I > 0).all() for scale_I in scales.values()):
+                return f"its type cannot hold the scales in front of {', '.join(subgraph.targets)}"
+        elif subgraph.kind is SubgraphKind.NORM_LINEAR:
             factor_C = _storable_factor(source, subgraph.source, factor_C)
             tried = {subgraph.source: Change(factor_C, None if shift_C is None else -shift_C)}
         else:
@@ -106,7 +113,16 @@ class LayerRescale:
                 return problem
         self._changes |= tried
         self._tensors |= tensors
+        self._scales |= scales
         return ""
+
+    def _input_scales(self, subgraph: Subgraph, factor_C: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """New scales in front of the linears, and the factor that they really divide by, as they are rounded."""
+        scales = {}
+        for name in subgraph.targets:
+            before_I = self._modules[f"{name.removesuffix('.linear')}.div"].get_buffer("mul_scale")
+            scales[name] = (wide(before_I) / factor_C).to(before_I.dtype)
+        return scales, wide(before_I) / wide(scales[name])
 
     def input_factors(self) -> dict[str, Tensor]:
         """Linear → what the columns of its input are divided by, [I], of all that is not yet put in place."""
@@ -120,6 +136,10 @@ class LayerRescale:
                 setattr(self._modules[name], key, nn.Parameter(tensor, requires_grad=False))
                 changed.append(f"{name}.{key}")
         self._changes.clear()
+        for name in list(self._scales):
+            div = f"{name.removesuffix('.linear')}.div"
+            self._modules[div].mul_scale = self._scales.pop(name)
+            changed.append(f"{div}.mul_scale")
         return changed
 
     def _with(self, name: str, **parts: Tensor | None) -> Change:

@@ -2,14 +2,15 @@
 
 The producer's channel c is divided by s_c and the matching columns of every consumer are multiplied by it, so the layer
 computes what it did. Four kinds of producer allow that without work at run time; a norm with other readers than the
-listed ones does not (`NormReaders` finds them), since engines have no multiplication to put in front of a linear.
+listed ones does not (`NormReaders` finds them), since engines have no multiplication to put in front of a linear. Where
+a model's structure asks for one all the same, the linear is wrapped (`non-fusion`), and savers refuse it by name.
 
 Letters: T tokens, C channels with a factor, I input columns of a consumer, O output rows, K key-value heads, G query
 heads of one key-value head, D head width.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from msmodelslim.errors import UnsupportedError
+from msmodelslim.ir.input_scale import ScaledInputLinear
 from msmodelslim.model.structure import LayerStructure
 from msmodelslim.observer.watcher import Watcher
 
@@ -28,6 +30,8 @@ class SubgraphKind(StrEnum):
     OV = "ov"
     LINEAR_LINEAR = "linear-linear"
     NORM_LINEAR = "norm-linear"
+    #: no producer: the input is multiplied at run time. Not a word of recipes: it is there where a structure lists it
+    NON_FUSION = "non-fusion"
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Subgraph:
 
     Args:
         kind: what the producer is.
-        source: the producer.
+        source: the producer; the first consumer where there is none.
         targets: the consumers; statistics are taken from the input of the first.
         share: consumer columns that one channel feeds: query heads of a key-value head for `ov`, else 1.
         head_width: channels of one head for `ov`.
@@ -101,6 +105,9 @@ def declared(structure: LayerStructure, layer: str, kinds: Iterable[str]) -> lis
     found += [
         Subgraph(SubgraphKind.NORM_LINEAR, full(norm), tuple(map(full, linears))) for norm, linears in readers.items()
     ]
+    found += [
+        Subgraph(SubgraphKind.NON_FUSION, full(linears[0]), tuple(map(full, linears))) for linears in structure.unfused
+    ]
     wanted = set(kinds)
     chosen = [subgraph for subgraph in found if subgraph.kind in wanted]
     _refuse_twice("source", [(one.source, one) for one in chosen])
@@ -142,6 +149,8 @@ def refuse_subgraph(subgraph: Subgraph, modules: Mapping[str, nn.Module], shifte
             raise UnsupportedError(f"{subgraph.source}: the layer has no such module", mend)
         norm_offset(modules[subgraph.source], subgraph.source)
         channels = modules[subgraph.source].get_parameter("weight").numel()
+    elif subgraph.kind is SubgraphKind.NON_FUSION:
+        channels = widths[subgraph.targets[0]]
     else:
         rows = _matrix_shape(subgraph.source, modules, mend)[0]
         carrying = [row for start, stop in subgraph.rows for row in range(start, stop)]
@@ -166,6 +175,25 @@ def refuse_subgraph(subgraph: Subgraph, modules: Mapping[str, nn.Module], shifte
                 "(an engine would drop an invented one)",
                 f"write symmetric: true, or {mend}",
             )
+
+
+def open_inputs(subgraph: Subgraph, layer: nn.Module, prefix: str) -> Subgraph:
+    """The subgraph with a place for factors in front of its consumers, where it has no producer; else as it is.
+
+    Args:
+        layer: whose linears are wrapped, unless an earlier step did.
+        prefix: its full name.
+    """
+    if subgraph.kind is not SubgraphKind.NON_FUSION:
+        return subgraph
+    modules = dict(layer.named_modules(prefix=prefix))
+    targets = []
+    for name in subgraph.targets:
+        module = modules.get(name)
+        if isinstance(module, nn.Linear):
+            layer.set_submodule(name.removeprefix(f"{prefix}."), ScaledInputLinear(module))
+        targets.append(f"{name}.linear" if isinstance(module, (nn.Linear, ScaledInputLinear)) else name)
+    return replace(subgraph, targets=tuple(targets))
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

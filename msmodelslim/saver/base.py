@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from msmodelslim.distributed import watchdog
 from msmodelslim.distributed.failure import when_told
 from msmodelslim.errors import EnvError, UnsupportedError
+from msmodelslim.ir.input_scale import ScaledInputLinear
 from msmodelslim.ir.quant_linear import QuantLinear
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.saver.json_text import set_everywhere
@@ -145,6 +146,13 @@ class BaseSaver(BaseSessionProcessor):
         structure, self._unknown[request.name] = self.context.structure_if_known(request.module)
         self.row_parallel |= {f"{request.name}.{part}" for part in structure.row_parallel}
         source = self.context.adapter.checkpoint.tensors
+        for name, module in request.module.named_modules(prefix=request.name):
+            if isinstance(module, ScaledInputLinear):
+                raise UnsupportedError(
+                    f"{name}: it has a multiplication in front of it (non-fusion smoothing), and no engine that reads "
+                    f"{self.registered_name} computes one",
+                    f"exclude {name} from smoothing",
+                )
         for name, module in linears.items():
             tensors, self.kinds[name] = self.export(name, module)
             self._specs |= {tensor_name: spec_of(tensor) for tensor_name, tensor in tensors.items()}
