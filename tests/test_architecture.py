@@ -28,7 +28,7 @@ ALLOWED = {
     "weight": {"ir", "registry", "errors"},
     "processor": {"observer", "weight", "ir", "distributed", "registry", "errors", "model.base", "model.structure"},
     "saver": {"ir", "distributed", "registry", "errors", "processor.base", "model.base", "model.checkpoint"},
-    "runner": {"processor.base", "model.base", "calibration", "distributed", "device", "errors"},
+    "runner": {"processor.base", "model.base", "calibration", "distributed", "device", "errors", "ir.quant_linear"},
     "error_plot": set(),
     "whole_file": {"errors"},
     "analysis": {

@@ -3,6 +3,8 @@
 Letters: T tokens, O output rows, I input columns.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 import torch
@@ -59,6 +61,8 @@ class QuantLinear(nn.Module):
         self.register_buffer("act_scale", act_scale)
         self.register_buffer("act_offset", act_offset)
         self.register_buffer("bias", None if bias is None else bias.detach())
+        self._holds = False
+        self._held_OI: Tensor | None = None
 
     @classmethod
     def on_meta(
@@ -100,20 +104,41 @@ class QuantLinear(nn.Module):
         return dequantize_weight(self.weight_codes, self.scheme.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., I] → [..., O] in the type of x; computed in float32, or float64 if x is.
+        """[..., I] → [..., O] in the type of x; computed in float32, or float64 if x is (but see `held_weights`).
 
         pd_mix: several tokens are a prefill, each quantized for itself; one token is a decode, with the static scale.
         """
         scheme = self.scheme.act
         if scheme.scope is QScope.PD_MIX and x.numel() > self.in_features:
             scheme = _PREFILL
-        x_quantized = fake_quantize_act(x, scheme, self.act_scale, self.act_offset)
-        dtype = x_quantized.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.linear(x_quantized, self.dequantized_weight().to(dtype), bias).to(x.dtype)
+        as_it_is = self._holds and scheme.is_float  # engines multiply in the type of the input then
+        x_quantized = x if as_it_is else fake_quantize_act(x, scheme, self.act_scale, self.act_offset)
+        weight_OI = self._held_OI
+        if weight_OI is None or weight_OI.dtype is not x_quantized.dtype:
+            weight_OI = self.dequantized_weight().to(x_quantized.dtype)
+        if self._holds:
+            self._held_OI = weight_OI
+        bias = None if self.bias is None else self.bias.to(x_quantized.dtype)
+        return functional.linear(x_quantized, weight_OI, bias).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, {self.scheme}, bias={self.bias is not None}"
+
+
+@contextmanager
+def held_weights(module: nn.Module) -> Iterator[None]:
+    """For many calls: the quantized linears of `module` keep what their codes stand for, not to make it each time.
+
+    Linears whose input stays float multiply in the type of their input meanwhile, as engines do, which costs half.
+    """
+    linears = [part for part in module.modules() if isinstance(part, QuantLinear)]
+    try:
+        for linear in linears:
+            linear._holds = True
+        yield
+    finally:
+        for linear in linears:
+            linear._holds, linear._held_OI = False, None
 
 
 def _refuse_act_qparam(scheme: QScheme, scale: Tensor | None, offset: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from msmodelslim import device as devices
 from msmodelslim.distributed import watchdog
 from msmodelslim.errors import BadSampleError, EnvError, InvalidModelError, UnsupportedError
+from msmodelslim.ir.quant_linear import held_weights
 from msmodelslim.model.base import ProcessRequest
 from msmodelslim.processor.base import BaseSessionProcessor, BatchProcessRequest, RunContext
 from msmodelslim.runner.progress import LayerProgress
@@ -253,7 +254,8 @@ class BaseRunner(ABC):
             with self._phase(progress, request.name, "propagate"), _place(request.name, asking, "propagate"):
                 request.last_forward = True
                 request.outputs = None  # before it is filled anew, so that both are not held at a time
-                request.forward()
+                with held_weights(request.module):
+                    request.forward()
             self._entry["forwards"] += 1
         errors = [
             record["weight_error"] ** 2
@@ -270,7 +272,8 @@ class BaseRunner(ABC):
 
     def _forward_sample_0(self, request: BatchProcessRequest) -> Any:
         args, kwargs = _of_sample_0(request, request.datas)
-        return request.module(*args, **kwargs)
+        with held_weights(request.module):
+            return request.module(*args, **kwargs)
 
     @contextmanager
     def _phase(self, progress: LayerProgress, layer: str, phase: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from msmodelslim.errors import UnsupportedError
 from msmodelslim.ir.packing import deq_scale, quant_bias
-from msmodelslim.ir.quant_linear import QuantLinear
+from msmodelslim.ir.quant_linear import QuantLinear, held_weights
 from msmodelslim.ir.quantize import act_qparam, fake_quantize_act, quantize_weight
 from msmodelslim.ir.scheme import FLOAT, LinearScheme, QDType, QScheme, QScope
 from tests.ir.oracle import dequantized, float_values, integer_codes
@@ -198,6 +198,35 @@ def test_a_copy_and_a_loaded_state_compute_the_same() -> None:
     blank.load_state_dict(linear.state_dict())
     assert torch.equal(blank(x), linear(x))
     assert torch.equal(copy.deepcopy(linear)(x), linear(x))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_held_weights_are_made_once_and_compute_the_same(scheme: LinearScheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(4, 160)
+    linear, made = make(scheme, x, rows=150), 0
+    expected, whole = linear(x), QuantLinear.dequantized_weight
+
+    def counted(self: QuantLinear) -> Tensor:
+        nonlocal made
+        made += 1
+        return whole(self)
+
+    monkeypatch.setattr(QuantLinear, "dequantized_weight", counted)
+    with held_weights(nn.Sequential(linear)):
+        assert torch.equal(linear(x), expected)
+        assert torch.equal(linear(x), expected)
+    assert made == 1
+    assert torch.equal(linear(x), expected)
+    assert made == 2
+
+
+def test_a_held_weight_multiplies_a_float_input_in_its_own_type() -> None:
+    x = tokens(4, 64).bfloat16()
+    linear = make(LinearScheme(W4_GROUPS[0]), x.float())
+    with held_weights(linear):
+        found = linear(x)
+    assert torch.equal(found, x @ linear.dequantized_weight().bfloat16().T)
+    assert not torch.equal(found, linear(x))
 
 
 def test_its_representation_names_sizes_and_scheme() -> None:
