@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from msmodelslim import registry
 from msmodelslim.errors import SchemaValidateError
-from msmodelslim.schema_words import sentence
+from msmodelslim.schema_words import meant, sentence
 from msmodelslim.yaml_lines import Document, KeyPath, Mistake, read_yaml, spell
 
 APIVERSION = "modelslim_v1"
@@ -312,7 +312,11 @@ class _Check:
                 if found["type"] == "too_short" and len(found["input"]) >= found["ctx"]["min_length"]:
                     continue  # it counts the items that are right; the others have mistakes of their own
                 places.setdefault(_place(value, found["loc"], found["type"] == "missing"), []).append(found)
+            unknown = [place for place, errors in places.items() if errors[0]["type"] == "extra_forbidden"]
+            misspelt = {meant(place, model) for place in unknown}
             for place, errors in places.items():
+                if errors[0]["type"] == "missing" and place in misspelt:
+                    continue  # what is written wrong beside it is the one mistake
                 self._note((*path, *place), sentence(errors, place, model))
             return None
 

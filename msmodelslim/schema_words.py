@@ -96,6 +96,13 @@ def sentence(errors: list[ErrorDetails], place: KeyPath, model: type[BaseModel])
     return f"{show(value)}: {error['msg'][:1].lower()}{error['msg'][1:]}"
 
 
+def meant(place: KeyPath, model: type[BaseModel]) -> KeyPath | None:
+    """Where the key would be that an unknown key at `place` is most like; None when it is like none beside it."""
+    here = [name for one in _models(model, place[:-1]) for name in one.model_fields]
+    close = difflib.get_close_matches(str(place[-1]), here, n=1)
+    return (*place[:-1], close[0]) if close else None
+
+
 def _unknown_key(key: str, models: list[type[BaseModel]]) -> str:
     """The nearest key beside it; else one that belongs deeper, as when a line lost its indentation."""
     here = [name for model in models for name in model.model_fields]

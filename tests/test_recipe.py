@@ -276,6 +276,14 @@ def test_a_wrong_option_is_told_with_line_path_value_and_mend(step: str, line: i
     assert message.startswith(f"my.yaml:{line}: spec.process[0].{said}")
 
 
+def test_a_required_key_that_is_misspelt_is_one_mistake() -> None:
+    message = step_refusal("qconfg: {weight: {}}")
+    assert "my.yaml:5: spec.process[0].qconfg: unknown key; write 'qconfig' (of qconfig, include, either)" in message
+    assert "is missing" not in message
+    message = step_refusal("other: {weight: {}}")
+    assert "spec.process[0].other: unknown key" in message and "qconfig: is missing; add the key 'qconfig'" in message
+
+
 def test_on_and_off_are_booleans() -> None:
     recipe = parse_recipe(FRAME.format(step="      qconfig: {weight: {symmetric: off}}\n"), "x")
     assert recipe.process[0].config.qconfig.weight.symmetric is False  # type: ignore[attr-defined]
