@@ -48,6 +48,15 @@ class BadSampleError(InvalidModelError):
         super().__init__(message, action)
         self.sample = sample
 
+    @classmethod
+    def of_input(cls, linear: str, sample: int) -> "BadSampleError":
+        """What flows into a linear is not finite."""
+        return cls(
+            f"{linear}: its input is not finite in calibration sample {sample}",
+            "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
+            sample=sample,
+        )
+
 
 class InvalidDatasetError(ModelslimError):
     """Calibration data that cannot be used; names file, sample and field."""

@@ -171,9 +171,9 @@ class _Notes:
                 self._seen[name] = text, now_s
             # One that is not renewed is of a rank that cannot even write: what it says grows older.
             beat = watchdog.note_of(text.decode(), self._seen[name][1])
-            beats.append(
-                replace(beat, pid=0) if beat.place.phase == watchdog.STARTING else beat
-            )  # imports take their time
+            if beat.place.phase == watchdog.STARTING:
+                beat = replace(beat, pid=0)  # imports take their time
+            beats.append(beat)
         stuck, is_hopeless = self._patience.judge(beats, now_s)
         if not stuck:
             return

@@ -244,11 +244,7 @@ class ActRanges:
 
 def _extrema(name: str, seen: AgreedRange) -> tuple[Tensor, Tensor]:
     if seen.first_bad is not None:
-        raise BadSampleError(
-            f"{name}: its input is not finite in calibration sample {seen.first_bad}",
-            "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
-            sample=seen.first_bad,
-        )
+        raise BadSampleError.of_input(name, seen.first_bad)
     if seen.minimum > seen.maximum:
         raise UnsupportedError(
             f"{name}: no calibration sample reached it, so its static activation scale is undefined",

@@ -152,8 +152,9 @@ class SmoothProcessor(BaseSessionProcessor, ABC):
         }
         rescale = LayerRescale(_modules(request))
         search = ExponentSearch(self._plan, self._losses, self.context.adapter.dtype, self._shared)
+        kinds = self._kinds(request)
         for kind in SubgraphKind:
-            if kind in self._kinds(request):
+            if kind in kinds:
                 self._scale(self._cases(kind, stats, rescale), search, rescale)
         if self.rescales_inputs():
             for name, factor_I in rescale.input_factors().items():

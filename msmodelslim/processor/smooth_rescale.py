@@ -38,7 +38,7 @@ class LayerRescale:
         self._modules = modules
         self._changes: dict[str, Change] = {}
         self._tensors: dict[str, dict[str, Tensor]] = {}
-        self._scales: dict[str, Tensor] = {}  # in front of linears without a producer
+        self._scales: dict[str, Tensor] = {}  # full name of each module in front of a linear without a producer
 
     def weight(self, name: str, rows_R: Tensor | None = None) -> Tensor:
         """A linear's weight as it stands, with all factors so far; float32, or float64 if the weight is.
@@ -120,9 +120,10 @@ class LayerRescale:
         """New scales in front of the linears, and the factor that they really divide by, as they are rounded."""
         scales = {}
         for name in subgraph.targets:
-            before_I = self._modules[f"{name.removesuffix('.linear')}.div"].get_buffer("mul_scale")
-            scales[name] = (wide(before_I) / factor_C).to(before_I.dtype)
-        return scales, wide(before_I) / wide(scales[name])
+            div = f"{name.removesuffix('.linear')}.div"
+            before_I = self._modules[div].get_buffer("mul_scale")
+            scales[div] = (wide(before_I) / factor_C).to(before_I.dtype)
+        return scales, wide(before_I) / wide(scales[div])
 
     def input_factors(self) -> dict[str, Tensor]:
         """Linear → what the columns of its input are divided by, [I], of all that is not yet put in place."""
@@ -136,9 +137,8 @@ class LayerRescale:
                 setattr(self._modules[name], key, nn.Parameter(tensor, requires_grad=False))
                 changed.append(f"{name}.{key}")
         self._changes.clear()
-        for name in list(self._scales):
-            div = f"{name.removesuffix('.linear')}.div"
-            self._modules[div].mul_scale = self._scales.pop(name)
+        for div in list(self._scales):
+            self._modules[div].mul_scale = self._scales.pop(div)
             changed.append(f"{div}.mul_scale")
         return changed
 

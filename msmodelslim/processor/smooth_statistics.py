@@ -119,11 +119,7 @@ class InputStatistics(Watcher):
             bad = values["not finite"]
             assert bad is not None and values["min"] is not None and values["max"] is not None, f"{name} was seen"
             if int(bad) != _NO_SAMPLE:
-                raise BadSampleError(
-                    f"{name}: its input is not finite in calibration sample {int(bad)}",
-                    "take that sample out, or serve the model in a wider type (a float16 overflow is the usual cause)",
-                    sample=int(bad),
-                )
+                raise BadSampleError.of_input(name, int(bad))
             total_I, tokens = values.get("sum"), values.get("tokens")
             kept, judged = self._tokens.pop(name, {}), judged_samples(found.get(f"{name}:kept"))
             packed_P = values.get("gram")

@@ -203,10 +203,8 @@ class BaseRunner(ABC):
         for segment in segments:
             request.input_factors = None
             for processor in segment:
-                with (
-                    self._phase(progress, request.name, processor.registered_name),
-                    _place(request.name, processor, "preprocess"),
-                ):
+                step = processor.registered_name
+                with self._phase(progress, request.name, step), _place(request.name, processor, "preprocess"):
                     processor.preprocess(request)
             if needs_forward(segment) and request.datas is not None:
                 with self._phase(progress, request.name, "forward"), _place(request.name, segment[-1], "forward"):
